@@ -248,3 +248,36 @@ def test_a_folder_of_ours_is_no_link(tmp_path: Path) -> None:
     assert files.files_in(tmp_path / "run" / ".stepmark", "*") == []
     files.make_own_folder(tmp_path / "new" / ".stepmark")
     files.make_own_folder(tmp_path / "new" / ".stepmark")
+
+
+def test_a_listed_file_that_cannot_be_opened_yet_is_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "late"
+    path.write_text("here")
+    tries: list[int] = []
+
+    def read() -> str:
+        tries.append(1)
+        if len(tries) < 3:
+            raise FileNotFoundError(2, "No such file", str(path))
+        return path.read_text()
+
+    assert files.when_visible(read, path) == "here"
+    assert len(tries) == 3
+
+
+def test_a_file_that_is_not_listed_is_missing_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.time, "sleep", pytest.fail)
+    with pytest.raises(FileNotFoundError):
+        files.when_visible((tmp_path / "gone").read_text, tmp_path / "gone")
+    assert not files._is_listed(tmp_path / "no-folder" / "gone")
+
+
+def test_a_listed_file_is_not_tried_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "never"
+    path.touch()
+
+    def read() -> Any:
+        raise FileNotFoundError(2, os.strerror(2), str(path))
+
+    with pytest.raises(FileNotFoundError):
+        files.when_visible(read, path, patience=0.3)

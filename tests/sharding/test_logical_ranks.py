@@ -26,7 +26,7 @@ def words(total: int, processes: int) -> str:
             for _ in range(merges):
                 right, left = sums.pop(), sums.pop()
                 sums.append(f"({left}+{right})")
-        parts |= dict(zip(ranks.roots(process), sums, strict=True))
+        parts |= dict(zip(ranks.roots[process], sums, strict=True))
     return LogicalRanks(total, processes, 0).sum(parts, lambda one, other: f"({one}+{other})")
 
 
@@ -96,7 +96,7 @@ def summed(leaves: list[Tensor], processes: int, sent: torch.dtype) -> Tensor:
                 if rank != ranks.own[-1]:
                     sums.end_rank()
             roots = sums.roots(0)
-        parts |= dict(zip(ranks.roots(process), [root.clone() for root in roots], strict=True))
+        parts |= dict(zip(ranks.roots[process], [root.clone() for root in roots], strict=True))
     return LogicalRanks(len(leaves), processes, 0).sum(parts, torch.add)
 
 

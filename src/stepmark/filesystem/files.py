@@ -9,15 +9,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+import xxhash
 
 from stepmark.errors import FileRefused
-from stepmark.filesystem.visibility import when_visible
 
 LARGEST = 128 << 20  # bytes of a file that is read as a whole, but for those with these endings
 _LARGEST = {"used_recipe.yaml": 1 << 20, ".jsonl": 8 << 30, ".metadata": 512 << 20, "trainer_state.json": 8 << 30}
@@ -26,6 +29,10 @@ _NO_FILE = "is a link that is not followed, or no regular file"
 TEMPORARY = ".stepmark-"  # begins the names of files that are being made; 32 hexadecimal digits follow
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+PATIENCE = 60.0  # seconds that a mount may remember a missing name
+_POLL = 0.1
+
+Result = TypeVar("Result")
 
 # Descriptors of files that are open for writing. A data worker that is forked during a save inherits them, and the
 # space of a deleted file stays allocated while any process has it open. So in the forked process they are redirected
@@ -53,6 +60,28 @@ def _let_go() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go)
+
+
+def when_visible(call: Callable[[], Result], path: Path, patience: float = PATIENCE) -> Result:
+    """The result of a call that opens the file. While the call finds no file and the folder lists it, it is tried
+    again: network file systems and FUSE may remember that a name was missing, when another machine has created the file
+    since. Raises FileNotFoundError where it is not listed, or after `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return call()
+        except FileNotFoundError:
+            if time.monotonic() > deadline or not _is_listed(path):
+                raise
+        time.sleep(_POLL)
+
+
+def _is_listed(path: Path) -> bool:
+    """Whether the folder lists the name, whatever looking at the file itself says."""
+    try:
+        return path.name in os.listdir(path.parent)
+    except OSError:
+        return False
 
 
 def make_folder(path: Path, *, parents: bool = True) -> None:
@@ -121,6 +150,13 @@ def read_file(path: Path, *, follow: bool = False) -> bytes:
     """The content of a small file. Raises as `open_for_reading` does."""
     with open_for_reading(path, follow=follow) as file:
         return file.read()
+
+
+def file_checksum(path: Path) -> tuple[int, str]:
+    """Size in bytes and xxh3-128, in hexadecimal digits, of a file."""
+    with path.open("rb", buffering=0) as file:
+        digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+        return file.tell(), digest
 
 
 def files_in(folder: Path, pattern: str) -> list[Path]:

@@ -254,15 +254,10 @@ class _Ranks:
     def _environment(self, rank: int) -> dict[str, str]:
         # Where a rank has failed, torch would print the C++ stack of every other one before the rank's error.
         environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+        port = self.listener.getsockname()[1]
         environment |= {
             **chosen_threads(self.nproc),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.nproc),
-            "LOCAL_WORLD_SIZE": str(self.nproc),
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.listener.getsockname()[1]),
+            **World(rank, self.nproc, rank, self.nproc, master_port=port).variables,
             REPORTS: self.reports,
             SUPERVISOR: str(os.getpid()),
             SECRET: os.environ.get(SECRET) or self._secret,

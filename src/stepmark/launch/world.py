@@ -63,11 +63,10 @@ class World:
         _refuse_others(environment)
         return cls()
 
-    def export(self) -> None:
-        """Sets torchrun's variables if another launcher did not: Neuron's runtime finds its cores by them."""
-        if self.size == 1:
-            return
-        variables = {
+    @property
+    def variables(self) -> dict[str, str]:
+        """This rank's place in torchrun's variables."""
+        values = {
             "RANK": self.rank,
             "WORLD_SIZE": self.size,
             "LOCAL_RANK": self.local_rank,
@@ -75,10 +74,14 @@ class World:
             "GROUP_RANK": self.node,
             "MASTER_ADDR": self.master_address,
             "MASTER_PORT": self.master_port,
-            "TORCHELASTIC_RUN_ID": self.run,
         }
+        return {name: str(value) for name, value in values.items()}
+
+    def export(self) -> None:
+        """Sets torchrun's variables if another launcher did not: Neuron's runtime finds its cores by them."""
+        variables = {**self.variables, "TORCHELASTIC_RUN_ID": self.run} if self.size > 1 else {}
         for name, value in variables.items():
-            os.environ.setdefault(name, str(value))
+            os.environ.setdefault(name, value)
 
 
 _exported: World | None = None  # what `export_place` found: it may know more than torchrun's variables say

@@ -24,7 +24,6 @@ from typing import Any
 from stepmark.errors import CheckpointError, CheckpointTimeout, PeerLost
 from stepmark.filesystem import files
 from stepmark.filesystem.printable import listed
-from stepmark.filesystem.visibility import when_visible
 from stepmark.liveness.bounded_call import BoundedCall
 from stepmark.liveness.failure_report import REPORTS
 from stepmark.liveness.host_group import HostGroup
@@ -159,7 +158,7 @@ class StatusBoard:
             topic, _, rank = name.partition(".")
             if topic == _FAILED and rank.isdigit() and int(rank) != self.rank:
                 path = self.folder / name
-                raise RankFailed(f"rank {rank}: {json.loads(when_visible(path.read_bytes, path))}")
+                raise RankFailed(f"rank {rank}: {json.loads(files.when_visible(path.read_bytes, path))}")
 
     def missing(self, topic: str, ranks: Collection[int]) -> str | None:
         """Which of these ranks have not posted under the topic, and what they are doing; None if all have."""

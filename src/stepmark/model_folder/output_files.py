@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stepmark.checkpoint.format.block_io import FileOutput
-from stepmark.checkpoint.format.checksums import file_checksum
 from stepmark.checkpoint.format.dtypes import dtype_name
 from stepmark.checkpoint.format.tensor_file import PAGE, header_text, order
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
@@ -73,7 +72,7 @@ class CopiedFile:
 
     def write(self, path: Path, write_tensors: WriteTensors) -> None:
         shutil.copyfile(self.source, path)
-        if self.digest is not None and file_checksum(path)[1] != self.digest:
+        if self.digest is not None and files.file_checksum(path)[1] != self.digest:
             raise CheckpointDamaged(f"{self.source} does not match its checksum")
 
 

@@ -83,7 +83,7 @@ def check_model_folder(name: str, path: str | None = None) -> None:
 
 ENDPOINT = "https://huggingface.co"
 SECONDS = 3.0  # that the hub has to answer in
-_PROBLEMS = {  # in the words of the errors that come later where the hub answers
+PROBLEMS = {  # in the words of the errors that come later where the hub answers
     "config_name": "{!r} is neither a folder with a config.json nor a model type such as gpt2, llama or qwen3",
     "tokenizer_name": "no tokenizer could be loaded from {!r}",
 }
@@ -104,7 +104,7 @@ def check_hub_names(recipe: Recipe) -> None:
     if not missing or (not _offline() and _hub_answers()):
         return
     (field, name), why = missing[0], "is not asked (HF_HUB_OFFLINE)" if _offline() else "does not answer"
-    lead = _PROBLEMS.get(field, "{!r} is not a folder here").format(name)
+    lead = PROBLEMS.get(field, "{!r} is not a folder here").format(name)
     raise UsageError(
         f"{field}: {lead}; it was not downloaded before, and the Hugging Face hub {why}: check the name and the "
         "network, or give a folder"

@@ -24,7 +24,7 @@ from stepmark.filesystem.error_advice import explained, first_line
 from stepmark.liveness.gc_pause import quick_imports
 from stepmark.model_folder.model_config import check_fits, load_config
 from stepmark.parallel.loading.load import ModelFactory, patched_constructors
-from stepmark.recipe.early_checks import check_model_folder
+from stepmark.recipe.early_checks import PROBLEMS, check_model_folder
 from stepmark.runtime.context import Context
 from stepmark.runtime.module_placement import cast_module
 from stepmark.trainer.run_folder.run_identity import SPECIAL
@@ -70,8 +70,7 @@ def build_config(config: ModelArguments, tokenizer: Any) -> Any:
 
     def explain(error: Exception) -> UsageError:
         check_own_code(error, "config_name", name)
-        what = "a folder with a config.json nor a model type such as gpt2, llama or qwen3"
-        return UsageError(f"config_name: {name!r} is neither {what}")
+        return UsageError(f"config_name: {PROBLEMS['config_name'].format(name)}")
 
     with explained(explain, (OSError, ValueError)):
         made = CONFIG_MAPPING[name]() if by_type else load_config(name, config.trust_remote_code)

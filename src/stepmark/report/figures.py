@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from stepmark.filesystem.json_files import finite_number
+from stepmark.filesystem.files import files_in
+from stepmark.filesystem.json_files import finite_number, read_lines
 from stepmark.report.history import Attempt, EvaluationPoint, History, Line
+from stepmark.trainer.run_folder.run_log import SYSTEM
 
 POINTS = 1500  # of one line, at most
 BARS = 48
 Values = Sequence[float | None]
 PARTS = {part: f"seconds_{part}" for part in ("step", "data", "save", "evaluation")}
-GIGA = 1e9
+GIGA, MEGA = 1e9, 1e6
+RANKS = 8  # of one run whose machines are shown, at most
 AXES = ("tokens", "epoch", "flops")  # that a curve can be drawn over, beside steps and time
 PLACES = 200  # at most, at which a run's position on these axes is given
 
@@ -200,6 +205,60 @@ def _memory(histories: Sequence[History], points: int) -> Figure:
         for key, name in (("host_memory", "host"), ("device_memory", "device"), ("device_memory_peak", "device, peak")):
             figure.series += _lines(history, run, name, key, points, scale=1 / GIGA)[:1]
     return figure
+
+
+def system_figures(histories: Sequence[History], *, points: int = POINTS) -> list[Figure]:
+    """What the machine did: processor, memory, disk and network of each rank of one run, or of rank 0 of several; of
+    many ranks those that differ most in their processor time."""
+    found = [
+        Figure("processor", "Processor", "cores that a rank's process used", zero=True),
+        Figure("rank_memory", "Memory of the ranks", "GB resident", zero=True),
+        Figure("rank_device_memory", "Device memory of the ranks", "GB", zero=True),
+        Figure("disk", "Disk", "MB per second, read and written by a rank's process", zero=True),
+        Figure("network", "Network", "MB per second, received and sent by a rank's host", zero=True),
+    ]
+    sources = [("processor",), ("memory",), ("device_memory",), ("disk_read", "disk_written")]
+    sources.append(("network_received", "network_sent"))
+    scales = (1.0, 1 / GIGA, 1 / GIGA, 1 / MEGA, 1 / MEGA)
+    for run, history in enumerate(histories):
+        samples = read_samples(history.folder)
+        ranks = _shown(samples) if len(histories) == 1 else sorted(samples)[:1]
+        for rank in ranks:
+            for figure, fields, scale in zip(found, sources, scales, strict=True):
+                lines = [
+                    {**line, "value": total} for line in samples[rank] if (total := _sum(line, fields)) is not None
+                ]
+                if lines:
+                    figure.series.append(line_of(history, run, lines, f"rank {rank}", "value", points, scale))
+        if len(ranks) < len(samples) and len(histories) == 1:
+            for figure in found:
+                figure.unit += f"; {len(ranks)} of {len(samples)} ranks, those with the least and most processor time"
+    return [figure for figure in found if figure.series]
+
+
+def read_samples(folder: Path) -> dict[int, list[Line]]:
+    """The samples of each rank, by step and time; of steps that were trained again, all."""
+    found = {}
+    for path in files_in(folder / SYSTEM, "rank-*.jsonl"):
+        match = re.fullmatch(r"rank-(\d+)\.jsonl", path.name)
+        lines = [line for line in read_lines(path) if line.get("step") is not None]
+        if match and lines:
+            found[int(match[1])] = sorted(lines, key=lambda line: (line["step"], line.get("time") or 0.0))
+    return found
+
+
+def _shown(samples: Mapping[int, Sequence[Line]]) -> list[int]:
+    if len(samples) <= RANKS:
+        return sorted(samples)
+    by_use = sorted(
+        samples, key=lambda rank: sum(line.get("processor") or 0.0 for line in samples[rank]) / len(samples[rank])
+    )
+    return sorted((*by_use[: RANKS // 2], *by_use[-RANKS // 2 :]))
+
+
+def _sum(line: Line, fields: Sequence[str]) -> float | None:
+    numbers = [number for name in fields if (number := finite_number(line.get(name))) is not None]
+    return sum(numbers) if numbers else None
 
 
 # Lines and points

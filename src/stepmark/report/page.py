@@ -35,11 +35,11 @@ from stepmark.report.figures import (
     interpolated,
     marks,
     origin_of,
+    system_figures,
     total_seconds,
 )
 from stepmark.report.history import History, best_of, find_runs, names, of_another_tool, read_history, short_names
 from stepmark.report.summary import STATES, commands, notes, printed, tiles, troubles
-from stepmark.report.system_figures import system_figures
 from stepmark.report.tables import (
     attempt_table,
     checkpoint_tables,

@@ -82,9 +82,6 @@ class Runtime(Protocol):
         """The state of the generator of the device's random operations, on the host; int64 numbers or bytes. On an
         eager device also that of the host's generator. Waits for nothing."""
 
-    def drew_since(self, state: Tensor) -> bool:
-        """Whether random numbers were drawn since `generator_state` returned this."""
-
     def set_generator_state(self, state: Tensor) -> None:
         """Restores a state that `generator_state` returned on this rank or another one."""
 

@@ -166,12 +166,12 @@ class GroupCollectives:
         self, roots: Sequence[Tensor], ranks: LogicalRanks, dtype: torch.dtype | None = None
     ) -> Callable[[], Tensor]:
         """Starts the sum over logical ranks of contiguous tensors of one shape; calling the result waits for this
-        rank's shard of it, along dim 0. `roots`: what the subtrees of `ranks.roots(self.rank)` have added up to, which
+        rank's shard of it, along dim 0. `roots`: what the subtrees of `ranks.roots[self.rank]` have added up to, which
         must not be used afterwards. `dtype`: that of what is sent where each process has one logical rank."""
         exact = roots[0].dtype
         told = dtype if dtype is not None and ranks.processes == ranks.total else exact
         sent = [root.to(told) for root in roots]
-        nodes = {rank: ranks.roots(rank) for rank in range(self.size) if rank != self.rank}
+        nodes = {rank: ranks.roots[rank] for rank in range(self.size) if rank != self.rank}
         places = [(rank, node) for rank, own in nodes.items() for node in own]
         shape = len(roots[0]) // self.size, *roots[0].shape[1:]
         buffers = self._spare.take(sent[0], (len(places), *shape))
@@ -186,7 +186,7 @@ class GroupCollectives:
         def finish() -> Tensor:
             _wait(works)
             parts = {node: (part, False) for (_, node), part in received.items()}
-            own = zip(ranks.roots(self.rank), roots, strict=True)
+            own = zip(ranks.roots[self.rank], roots, strict=True)
             total, _ = ranks.sum(parts | {node: (self.own_shard(root), True) for node, root in own}, add)
             self._spare.give_back(buffers)
             return total

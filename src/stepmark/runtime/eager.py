@@ -68,9 +68,6 @@ class EagerRuntime:
         on_device: Tensor = torch.get_device_module(self.device).get_rng_state(self.device)
         return torch.cat([on_host, on_device])  # a model may draw on either, and a device without an operation does
 
-    def drew_since(self, state: Tensor) -> bool:
-        return not torch.equal(state, self.generator_state())
-
     def set_generator_state(self, state: Tensor) -> None:
         on_host, on_device = map(torch.clone, state.tensor_split([len(torch.get_rng_state())]))  # torch takes no views
         torch.set_rng_state(on_host)

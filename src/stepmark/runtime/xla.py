@@ -110,9 +110,6 @@ class XlaRuntime:
     def generator_state(self) -> Tensor:
         return torch.tensor([xm.get_rng_state(str(self.device)) % 2**64], dtype=torch.uint64).view(torch.int64)
 
-    def drew_since(self, state: Tensor) -> bool:
-        return not torch.equal(state, self.generator_state())
-
     def set_generator_state(self, state: Tensor) -> None:
         self.seed(int(state) % 2**64)
 

@@ -61,7 +61,7 @@ class LogicalRanks:
     def merges(self) -> Mapping[int, int]:
         """How many sums are complete once each of the own logical ranks has ended: each adds the last two values."""
         ends = dict.fromkeys(self.own, 0)
-        for root in self.roots(self.process):
+        for root in self.roots[self.process]:
             for node in _nodes(root):
                 if len(node) > 1:
                     ends[node[-1]] += 1
@@ -72,18 +72,15 @@ class LogicalRanks:
         """How many logical ranks the fullest process hosts."""
         return len(self.of_process(0))
 
-    def roots(self, process: int) -> list[range]:
-        """The largest subtrees that a process hosts completely, in order."""
-        return self._roots[process]
-
     @cached_property
-    def _roots(self) -> list[list[range]]:
+    def roots(self) -> list[list[range]]:
+        """The largest subtrees that each process hosts completely, in order."""
         return [list(_inside(range(self.total), self.of_process(each))) for each in range(self.processes)]
 
     @cached_property
     def commute(self) -> bool:
         """Whether the sum is that of one value of each of two processes, which is the same in any order."""
-        return [len(each) for each in self._roots] == [1, 1]
+        return [len(each) for each in self.roots] == [1, 1]
 
     def sum(self, parts: Mapping[range, Value], add: Callable[[Value, Value], Value]) -> Value:
         """The sum in the tree's order of what complete subtrees have added up to."""

@@ -273,18 +273,13 @@ def _by_kind(
     """The parameters that the optimizer treats alike, and what their groups say of that."""
     if name == MUON and kinds is None:
         raise UsageError("kinds: muon is for the matrices of hidden layers; pass kinds=parameter_kinds(model)")
-    own: dict[str, Any]
-    others: dict[str, Any]
-    if name == MUON and kinds is not None:
-        own, others, special = BY_MUON, BY_ADAMW, kinds.hidden_matrices
-    elif name in ADAMW_8BIT:
-        own, others, special = FULL_PRECISION, EIGHT_BITS, kinds.embeddings if kinds is not None else frozenset()
-    else:
+    if name not in (MUON, *ADAMW_8BIT):
         return [(list(trained), {})]
-    return [
-        ([item for item in trained if item[0] not in special], others),
-        ([item for item in trained if item[0] in special], own),
-    ]
+    kinds = kinds or ParameterKinds()
+    special = kinds.hidden_matrices if name == MUON else kinds.embeddings
+    others, own = (BY_ADAMW, BY_MUON) if name == MUON else (EIGHT_BITS, FULL_PRECISION)
+    chosen = [item for item in trained if item[0] in special]
+    return [([item for item in trained if item[0] not in special], others), (chosen, own)]
 
 
 def optimizer_class(

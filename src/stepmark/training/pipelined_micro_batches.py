@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.parallel.full_sharding import has_full_sharding
@@ -116,7 +117,8 @@ class _Step:
                 continue  # it ran with its forward pass, in one graph
             if task.kind == FORWARD:
                 seed_generators(self._runtime, seed(task.micro_batch))
-                self._watch_generator()
+                if self._parts.seeks_draws:
+                    self._random_numbers = self._runtime.generator_state()
                 self._forward(task)
             elif self._parts.transfers.draws or self._checkpointing:
                 seed_generators(self._runtime, seed(task.micro_batch))
@@ -142,13 +144,8 @@ class _Step:
             self.loss = self.loss + output.detach()
         self._kept[task.stage, task.micro_batch] = _Forward(activation, None if again else output, Form.of(output))
         before_drawing, self._random_numbers = self._random_numbers, None
-        if before_drawing is not None:
-            self.drew |= self._runtime.drew_since(before_drawing)
-
-    def _watch_generator(self) -> None:
-        """Notes where the generator is, to see whether a forward pass draws from it."""
-        if self._parts.seeks_draws:
-            self._random_numbers = self._runtime.generator_state()
+        if before_drawing is not None and not is_fake(before_drawing):  # which has no values
+            self.drew |= not torch.equal(before_drawing, self._runtime.generator_state())
 
     def _computed_again(self, task: Task) -> bool:
         """Whether the backward pass computes everything again: with gradient checkpointing a stage keeps what it starts
@@ -172,7 +169,7 @@ class _Step:
         hidden = activation.arrived().requires_grad_()
         self._parts.transfers.resume_generator(activation)
         if self._random_numbers is not None:
-            self._watch_generator()
+            self._random_numbers = self._runtime.generator_state()
         return hidden.view_as(hidden)  # of a leaf, autocast would keep one copy, and add its gradients in bfloat16
 
     def _backward(self, task: Task) -> None:

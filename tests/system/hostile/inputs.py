@@ -1138,6 +1138,6 @@ INPUTS = (*CODE, *LINKS, *BOUNDS, *SCREEN, *VALUES, *MODELS)
 
 def _digest_of_zeros(place: Any) -> str:
     """The checksum of state.json as it is on the disk."""
-    from stepmark.checkpoint.format.checksums import file_checksum
+    from stepmark.filesystem.files import file_checksum
 
     return file_checksum(place.checkpoint / "state.json")[1]

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from stepmark import Trainer, TrainingArguments, read_metrics
 from stepmark.checkpoint import Checkpointer
 from stepmark.errors import CheckpointBusy, PeerFailed, StepmarkError
+from stepmark.filesystem import files
 from stepmark.filesystem.json_files import append_line
 from stepmark.liveness.host_group import HostGroup
 from stepmark.report.figures import marks
@@ -170,7 +171,7 @@ def test_a_folder_that_one_rank_may_not_read_does_not_appear_there(
     def refuses(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(output_folder, "PATIENCE", 0.1)
+    monkeypatch.setattr(files, "PATIENCE", 0.1)
     monkeypatch.setattr(os, "listdir", refuses)
     assert not output_folder._appears(tmp_path / "probe")
     monkeypatch.setattr(os, "stat", refuses)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from stepmark.filesystem.json_files import read_lines
+from stepmark.report.figures import read_samples, system_figures
 from stepmark.report.page import read_histories
-from stepmark.report.system_figures import read_samples, system_figures
 from stepmark.trainer.telemetry import system_samples
 from stepmark.trainer.telemetry.system_samples import SystemSampler, read_counters
 

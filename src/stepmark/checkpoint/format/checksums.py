@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from itertools import pairwise
-from pathlib import Path
 
 import xxhash
 
@@ -21,13 +19,6 @@ def block_checksum(data: bytes | bytearray | memoryview) -> str:
 def bytes_checksum(data: bytes | bytearray | memoryview) -> str:
     """The 128-bit checksum of a complete file or of a header."""
     return xxhash.xxh3_128_hexdigest(data)
-
-
-def file_checksum(path: Path) -> tuple[int, str]:
-    """Size in bytes and 128-bit checksum of a file."""
-    with path.open("rb", buffering=0) as file:
-        digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-        return file.tell(), digest
 
 
 def checksum_blocks(begin: int, end: int, block: int = CHECKSUM_BLOCK) -> list[tuple[int, int]]:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.format.checkpoint_folders import step_of
-from stepmark.checkpoint.format.checksums import bytes_checksum, file_checksum
+from stepmark.checkpoint.format.checksums import bytes_checksum
 from stepmark.checkpoint.format.manifest import MANIFEST, VALUES, FileEntry, Manifest, read_manifest
 from stepmark.checkpoint.format.read_errors import FileIncomplete, read_errors_of, well_formed
 from stepmark.checkpoint.format.tensor_file import Header, parse_header
 from stepmark.errors import CheckpointDamaged, CheckpointError
-from stepmark.filesystem.files import LARGEST, read_file, regular_file_size
+from stepmark.filesystem.files import LARGEST, file_checksum, read_file, regular_file_size
 from stepmark.filesystem.json_files import parse_json
 
 _MODEL_FILE = re.compile(r"model.*\.(safetensors|index\.json)\Z")

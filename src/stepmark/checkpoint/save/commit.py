@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.format.checkpoint_folders import publish
-from stepmark.checkpoint.format.checksums import file_checksum
 from stepmark.checkpoint.format.manifest import (
     MANIFEST,
     MODEL,
@@ -79,7 +78,7 @@ class Commit:
         for name in self.extra:
             files.sync_file(temporary / name)
         for name in (*made, *self.extra):
-            size, checksum = file_checksum(temporary / name)
+            size, checksum = files.file_checksum(temporary / name)
             entries.append(FileEntry(name, size, checksum))
         complete = replace(self.manifest, files=tuple(entries), tensors=tensor_entries(plan), time=self.clock.now())
         data = complete.to_bytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from stepmark.data.sources.tables import (
     without_fillings,
 )
 from stepmark.errors import DataError, UsageError
+from stepmark.filesystem.files import file_checksum
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -137,17 +137,11 @@ def _checksum_of(field: str, path: Path) -> str:
     try:
         if path.stat().st_size == 0:
             raise DataError(f"{field}: {path} is empty; give a file with text")
-        return file_checksum(path)
+        return file_checksum(path)[1]
     except OSError as error:
         raise DataError(
             f"{field}: {path} cannot be read ({error.strerror}); check the file and its permissions"
         ) from error
-
-
-def file_checksum(path: Path) -> str:
-    """xxh3-128 of the file's bytes, hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _load_splits(name: str, config_name: str | None) -> dict[str, Any]:

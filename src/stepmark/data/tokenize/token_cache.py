@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from stepmark.data.sources.sources import file_checksum
 from stepmark.errors import DataError
-from stepmark.filesystem.files import sync_folder, write_file
+from stepmark.filesystem.files import file_checksum, sync_folder, write_file
 
 META = "meta.json"
 TEMPORARY = ".tmp-"
@@ -85,7 +84,7 @@ def open_entry(entry: Path) -> dict[str, Any] | None:
             return None
         for name, summary in meta["files"].items():
             path = entry / name
-            if path.stat().st_size != summary["bytes"] or file_checksum(path) != summary["xxh3"]:
+            if path.stat().st_size != summary["bytes"] or file_checksum(path)[1] != summary["xxh3"]:
                 return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # missing or corrupted: the caller rebuilds it

@@ -14,8 +14,7 @@ import numpy as np
 
 from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.models.model_class import outline_of
-from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
+from stepmark.interchange.model_outline import CONFIG, ModelOutline, outline_of
 from stepmark.interchange.sinks.export_plan import ExportOptions, ExportPlan, optimizer_of
 from stepmark.interchange.sinks.imported_state import trainer_state_bytes
 from stepmark.interchange.sources.foreign import ForeignCheckpoint

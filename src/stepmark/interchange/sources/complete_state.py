@@ -15,8 +15,7 @@ from typing import Any
 from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, UsageError
 from stepmark.filesystem.files import leads_out
-from stepmark.interchange.models.model_class import outline_of
-from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
+from stepmark.interchange.model_outline import CONFIG, ModelOutline, outline_of
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
 from stepmark.interchange.sources.torch_optimizer import STEP, factored_shape, number_tensor, scalar
 from stepmark.sharding.layout import Shape

@@ -10,7 +10,7 @@ from typing import Any
 
 from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.models.model_outline import ModelOutline
+from stepmark.interchange.model_outline import ModelOutline
 from stepmark.interchange.sources import torchtitan
 from stepmark.interchange.sources.complete_state import files_beside, finish, outline_for, take_own_names
 from stepmark.interchange.sources.dcp_store import METADATA, DcpStore, is_store, read_store

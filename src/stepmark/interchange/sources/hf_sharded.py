@@ -14,12 +14,12 @@ from stepmark.interchange.sources.state_dict_files import read_files, read_weigh
 from stepmark.model_folder.model_files import has_weights
 from stepmark.tensor_files.source_files import matching
 
-_SHARD = re.compile(r"(shard-(\d+)-model)-(\d+)-of-(\d+)\.safetensors\Z")
+_SHARD = re.compile(r"(shard-(\d+)-model)-(\d+)-of-(\d+)\.safetensors\Z")  # rank; file, and files, of the rank
 
 
 def recognize(folder: Path) -> bool:
     """Whether the folder has weights and nothing of an optimizer."""
-    return has_weights(folder) or bool(_shards(folder)) or bool(_shards(folder / "sharded"))
+    return has_weights(folder) or any(matching(each, _SHARD) for each in (folder, folder / "sharded"))
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
@@ -27,7 +27,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     if has_weights(folder):
         found.model = without_prefix(read_weights(folder, found.records))
     else:
-        shards = _shards(folder) or _shards(folder / "sharded")
+        shards = matching(folder, _SHARD) or matching(folder / "sharded", _SHARD)
         where = shards[0][1].parent
         _check_parts(shards, where)
         numbers = {int(match[2]) for match, _ in shards}
@@ -43,11 +43,6 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     if outline is None and found.mesh:
         found.assumed.append("the last shard of each tensor is there: only a config.json would show that (--config)")
     return finish(found, options, outline)
-
-
-def _shards(folder: Path) -> list[tuple[re.Match[str], Path]]:
-    """The files, with the number of the rank that has written each, of the file, and of the rank's files."""
-    return matching(folder, _SHARD)
 
 
 def _check_parts(shards: list[tuple[re.Match[str], Path]], where: Path) -> None:

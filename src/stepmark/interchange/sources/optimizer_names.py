@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
+from stepmark.interchange.model_outline import CONFIG, ModelOutline
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.interchange.sources.state_dict_files import clean_name
 from stepmark.sharding.layout import Shape

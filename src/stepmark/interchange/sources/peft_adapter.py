@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.models.model_class import outline_of
-from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
+from stepmark.interchange.model_outline import CONFIG, ModelOutline, outline_of
 from stepmark.model_folder.adapted_model import read_adapter_config
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.models.model_outline import ModelOutline
+from stepmark.interchange.model_outline import ModelOutline
 from stepmark.interchange.sources.complete_state import files_beside, finish, outline_for, take_own_names
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.interchange.sources.name_map import new_names, renamed

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
+from stepmark.interchange.model_outline import CONFIG, ModelOutline
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
 from stepmark.sharding.layout import row_major_strides
 from stepmark.tensor_files.global_tensor import GlobalTensor

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
+from stepmark.interchange.model_outline import CONFIG, ModelOutline
 from stepmark.interchange.sources import dcp
 from stepmark.interchange.sources.complete_state import files_beside, finish, fit_model, outline_for, steps_of
 from stepmark.interchange.sources.dcp_store import is_store, read_store

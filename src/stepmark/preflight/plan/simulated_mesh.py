@@ -65,9 +65,6 @@ class SimulatedRuntime(EagerRuntime):
     def generator_state(self) -> Tensor:
         return torch.zeros(GENERATOR_STATE, dtype=torch.uint8)
 
-    def drew_since(self, state: Tensor) -> bool:
-        return False
-
     def set_generator_state(self, state: Tensor) -> None:
         """Draws nothing."""
 

@@ -24,7 +24,6 @@ from stepmark.filesystem import files
 from stepmark.filesystem.error_advice import is_trouble, with_advice
 from stepmark.filesystem.json_files import read_lines
 from stepmark.filesystem.sizes import distinct_sizes
-from stepmark.filesystem.visibility import PATIENCE
 from stepmark.liveness.console import CONSOLE
 from stepmark.liveness.failure_report import FAILURES
 from stepmark.model_folder.hints import import_hint
@@ -160,13 +159,13 @@ def _remove_leftovers(folder: Path, own: str) -> None:
     now = (folder / own).stat().st_mtime
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
-            old = _LEFT.match(path.name) and now - path.lstat().st_mtime > 2 * PATIENCE
+            old = _LEFT.match(path.name) and now - path.lstat().st_mtime > 2 * files.PATIENCE
             if old and files.regular_file_size(path) is not None:
                 files.remove_file(path)
 
 
 def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + files.PATIENCE
     while not os.path.exists(path):  # Path.exists raises where it may not look
         if time.monotonic() > deadline:
             return False

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.models import model_class
-from stepmark.interchange.models.model_class import outline_of
+from stepmark.interchange import model_outline
+from stepmark.interchange.model_outline import outline_of
 
 SIZES = {
     "hidden_size": 32,
@@ -30,7 +30,7 @@ def test_another_process_finds_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     config = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "num_hidden_layers": 1, "hidden_size": 24}
     (tmp_path / "transformers.py").write_text("raise SystemExit('ran')")
     monkeypatch.chdir(tmp_path)
-    assert model_class._from_process(config, 30) == model_class._outline(config, 30)
+    assert model_outline._from_process(config, 30) == model_outline._outline(config, 30)
 
 
 QWEN2 = {**SIZES, "model_type": "qwen2"}
@@ -64,7 +64,7 @@ def test_a_model_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
         json.dumps({"model_type": "bert", "hidden_size": 7, "num_attention_heads": 2})
     )
     program = (
-        "import sys; from pathlib import Path; from stepmark.interchange.models.model_class import outline_of\n"
+        "import sys; from pathlib import Path; from stepmark.interchange.model_outline import outline_of\n"
         "try: outline_of(Path(sys.argv[1]), 100)\nexcept Exception as error: print(type(error).__name__, error)\n"
         "print('torch' in sys.modules)"
     )

@@ -1,17 +1,21 @@
-"""The outline of any model that transformers has: its class is made on the meta device.
+"""The names, order and shapes of a model's parameters, from its Hugging Face config alone.
 
-torch and the class take several hundred MB and some seconds, so that is done in a process of its own, which ends before
-tensors are read, unless this process has imported them already.
+The class of any model that transformers has is made on the meta device. torch and the class take several hundred MB and
+some seconds, so that is done in a process of its own, which ends before tensors are read, unless this process has
+imported them already.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +23,62 @@ import stepmark
 from stepmark.errors import CheckpointMismatch
 from stepmark.filesystem.error_advice import first_line
 from stepmark.filesystem.json_values import decode_plain, encode_plain
-from stepmark.interchange.models.model_outline import ModelOutline
 from stepmark.model_folder.adapted_model import class_of_task, read_adapter_config
-from stepmark.model_folder.model_config import CONFIG, check_counts, few_modules, model_class
+from stepmark.model_folder.model_config import CONFIG as CONFIG
+from stepmark.model_folder.model_config import check_counts, few_modules, model_class
+from stepmark.sharding.layout import Shape, row_major_strides
 from stepmark.tensor_files.source_files import read_json
 
 _MODULES = (20, 4000)  # that a class may make: so many for each tensor of the checkpoint, and so many more
 _SECONDS = 600  # after which that process is taken to hang
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """A model without values.
+
+    Args:
+        config: The contents of config.json.
+        architecture: The class's name.
+        parameters: Names to shapes, in the order of `named_parameters()`; of tied ones the first name.
+        state: Names in the state dict to shapes, without those of tied tensors that are not stored.
+        tied: Names of tied tensors to the names they are stored under.
+        layer_norms: Parameters of torch's LayerNorm.
+        frozen: Parameters that the class makes without a gradient.
+        optional: Patterns of names that old versions of the model stored, and that it does not need.
+        written: How transformers writes what it changes, as `stepmark.checkpoint.written_form` has it.
+        live: Of an adapter, whose `parameters` and `state` have the names in PEFT's file: those in the PeftModel.
+        identity: Of an adapter, what a run's identity has of it.
+    """
+
+    config: dict[str, Any]
+    architecture: str
+    parameters: dict[str, Shape]
+    state: dict[str, Shape]
+    tied: dict[str, str] = field(default_factory=dict)
+    layer_norms: frozenset[str] = frozenset()
+    optional: tuple[str, ...] = ()
+    frozen: frozenset[str] = frozenset()
+    written: dict[str, Any] = field(default_factory=dict)
+    live: dict[str, str] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def saved(self) -> dict[str, str]:
+        """Names in the files that transformers writes to those in the model, where it changes only the name."""
+        return {name: own for name, own in self.written.items() if isinstance(own, str)}
+
+    @cached_property
+    def joined(self) -> dict[str, tuple[str, Shape]]:
+        """Names in those files of tensors that are parts of one in the model, such as the weights of one expert: its
+        name, and where the part begins in it. The part has its dims in their order, without the first perhaps."""
+        found, sizes = {}, Counter[str]()
+        for name, (own, start, lengths, strides) in ((n, v) for n, v in self.written.items() if isinstance(v, list)):
+            steps = row_major_strides(self.state[own]) if isinstance(own, str) else ()
+            if steps[-len(lengths) :] == tuple(strides):
+                found[name] = own, tuple(start // step % n for step, n in zip(steps, self.state[own], strict=True))
+                sizes[own] += math.prod(lengths)
+        return {name: part for name, part in found.items() if sizes[part[0]] == math.prod(self.state[part[0]])}
 
 
 def outline_of(path: Path, tensors: int, adapter: Path | None = None) -> ModelOutline:
@@ -50,9 +103,7 @@ def outline_of(path: Path, tensors: int, adapter: Path | None = None) -> ModelOu
 
 def _from_process(*asked: Any) -> ModelOutline:
     """The outline as another process of this Python finds it; -P: nothing is imported from the current folder."""
-    program = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from stepmark.interchange.models.model_class import main; main()"
-    )
+    program = "import sys; sys.path.insert(0, sys.argv[1]); from stepmark.interchange.model_outline import main; main()"
     command = [sys.executable, "-P", "-c", program, str(Path(stepmark.__file__).parents[1])]
     told = json.dumps(asked)
     done = subprocess.run(command, input=told, capture_output=True, text=True, timeout=_SECONDS, check=False)

@@ -1,1 +1,0 @@
-"""The names, order and shapes of a model's parameters, from its config."""
