@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -208,9 +209,9 @@ def test_predictions_of_many_batches_are_gathered_in_order(tmp_path: Path) -> No
 
 def test_no_number_is_never_the_best() -> None:
     args, nan = TrainingArguments(metric_for_best_model="loss"), float("nan")
-    assert not is_better(args, nan, None)
+    assert not is_better(args, nan, math.inf)
     assert not is_better(args, nan, 1.0)
-    assert is_better(args, 2.0, None)
+    assert is_better(args, 2.0, math.inf)
     assert is_better(args, 0.5, 1.0)
     assert not is_better(args, 1.5, 1.0)
 
