@@ -13,15 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.loader import DataLoader
 from stepmark.evaluation.evaluator import Evaluator, perplexity
-from stepmark.evaluation.predictions import concatenate
+from stepmark.evaluation.predictions import concatenate, predictions_of
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.model_labels import label_rule
-from stepmark.training.weighted_loss import MicroBatchLoss
+from stepmark.training.weighted_loss import MicroBatchLoss, loss_beside
 from tests.support.label_models import make, mean_by_hand
 from tests.support.programs import VOCABULARY, Blocks, tiny_model
 from tests.support.ranks import Ranks
@@ -136,6 +137,22 @@ def test_modes_come_back_after_an_error() -> None:
     assert all(module.training for module in model.modules())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_autocast_has_computed_is_seen_in_float32(dtype: torch.dtype) -> None:
+    """As in transformers: sums and exponentials of logits in 16 bits would be wrong."""
+
+    def keep(logits: Tensor, labels: Tensor | None) -> Tensor:
+        assert logits.dtype == torch.float32
+        assert (logits[0] @ logits[0].T).dtype == torch.float32
+        return logits.half()
+
+    model = tiny_model()
+    found = evaluator(model, autocast_dtype=dtype)(loader(Blocks(3), 2), gather=True)
+    assert found.predictions.dtype == np.float32
+    kept = evaluator(model, autocast_dtype=dtype, preprocess_logits=keep)(loader(Blocks(3), 2), gather=True)
+    assert kept.predictions.dtype == np.float16
+
+
 def test_autocast_and_smoothing_are_those_of_training() -> None:
     model, dataset = tiny_model(), Blocks(6)
     plain, _ = loop_over_samples(model, dataset)
@@ -155,6 +172,14 @@ def test_without_labels_there_are_predictions_and_no_loss() -> None:
     assert found.loss is None
     assert found.labels is None
     assert (found.samples, found.predictions.shape) == (5, (5, 16, VOCABULARY))
+
+
+def test_batches_without_labels_do_not_count_in_the_loss() -> None:
+    dataset = Blocks(4)
+    rows = [dataset[index] for index in range(4)] + [{"input_ids": each["input_ids"]} for each in Blocks(6)]
+    found = evaluator(tiny_model())(loader(rows, 2), gather=True)
+    assert found.loss == pytest.approx(loop_over_samples(tiny_model(), dataset)[0], rel=1e-6)
+    assert (found.samples, len(found.predictions), len(found.labels)) == (10, 10, 4)
 
 
 def test_labels_without_targets_give_no_loss() -> None:
@@ -346,6 +371,15 @@ def test_an_evaluation_without_a_loss_says_so(tmp_path: Path, caplog: pytest.Log
     trainer = Trainer(Detector(), TrainingArguments(output_dir=str(tmp_path), device="cpu"), eval_dataset=samples)
     assert "eval_loss" not in trainer.evaluate()
     assert "eval: no loss: no input is a label (labels)" in caplog.text
+
+
+def test_only_tensors_of_a_tuple_are_predictions() -> None:
+    """As scripts return them from `compute_loss` in place of a loss, and models beside a cache."""
+    logits, hidden = torch.zeros(2, 3), torch.ones(2, 4)
+    for outputs in ([None, logits], (logits, DynamicCache()), (None, logits, None)):
+        assert predictions_of(loss_beside(outputs)[1], []) is logits
+    assert predictions_of((None, logits, (hidden, hidden)), []) == (logits, (hidden, hidden))
+    assert predictions_of((None,), []) is None
 
 
 def test_arrays_of_different_widths_are_padded() -> None:

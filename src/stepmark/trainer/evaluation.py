@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import Subset
@@ -79,6 +79,7 @@ class TrainerEvaluation:
         """Evaluates what `get_eval_dataloader` returned; see `Evaluator`. `announces`: calls `on_prediction_step`."""
         loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
         by_batches = self.compute_metrics if self.args.batch_eval_metrics and not loss_only else None
+        self.callbacks.handler.eval_dataloader = batches
         return self.evaluator(
             self.loaders.steps_of(batches),
             gather=gather and not loss_only,
@@ -91,20 +92,18 @@ class TrainerEvaluation:
         )
 
     def metrics(self, evaluation: Evaluation, prefix: str) -> Metrics:
-        """The metrics. Where `compute_metrics` fails on one rank, all ranks raise an error."""
-        error, metrics, causal = None, {}, self.evaluator.loss.has_perplexity
-        if self.evaluator.needs_no_labels and evaluation.labels is None:
-            evaluation = replace(evaluation, rows=evaluation.rows._replace(labels=()))
+        """The metrics, with `compute_metrics` those of rank 0. Where it fails on one rank, all ranks raise an error."""
+        error, metrics, causal = None, None, self.evaluator.loss.has_perplexity
         try:
             metrics = summarize(evaluation, prefix, causal=causal, compute_metrics=self.compute_metrics)
         except Exception as raised:
             error = raised
-        failed = [] if self.compute_metrics is None else self.evaluator.host.all_gather(error is not None)
+        results: list[Any] = [metrics] if self.compute_metrics is None else self.evaluator.host.all_gather(metrics)
         if error is not None:
             raise error
-        if any(failed):
-            raise PeerFailed(f"rank {failed.index(True)}: compute_metrics has failed there; look at its error")
-        return metrics
+        if None in results:
+            raise PeerFailed(f"rank {results.index(None)}: compute_metrics has failed there; look at its error")
+        return dict(results[0])
 
     def of_set(
         self,
@@ -180,7 +179,7 @@ class TrainerEvaluation:
         texts = sampler.texts(each.model, each.runtime, each.autocast_dtype, seed)
         return [(prompt, *both) for prompt, both in zip(sampler.prompts, texts, strict=True)]
 
-    def foretell_memory(self, datasets: Iterable[Any], batches: Callable[[Any], Any]) -> None:
+    def foretell_memory(self, datasets: Iterable[Any], batches: Callable[[Any], Any], **options: Any) -> None:
         """Evaluates two samples of each dataset, where that calls no code of the user's, which may keep sums. Raises
         PredictionsTooLarge where the predictions of a whole set would not fit into host memory."""
         each = self.evaluator
@@ -193,7 +192,7 @@ class TrainerEvaluation:
                 continue
             two = range(min(2, len(dataset)))
             given = dataset.select(two) if hasattr(dataset, "select") else Subset(dataset, two)
-            found = self.run(batches(given), gather=True, announces=False)
+            found = self.run(batches(given), gather=True, announces=False, **options)
             rows = found.rows.bytes * len(dataset) / max(found.samples, 1)
             need = each.check_memory(rows, joined=self.args.eval_do_concat_batches)
             if self.callbacks.run_log.writes:

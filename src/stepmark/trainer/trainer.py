@@ -80,7 +80,7 @@ from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.compiled_layers import compile_layers
 from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
 from stepmark.training.micro_batches import autocast, autocast_dtype
-from stepmark.training.model_labels import label_names
+from stepmark.training.model_labels import label_names, returns_loss
 from stepmark.training.model_options import attention_of
 from stepmark.training.model_wrappers import without_wrapper
 from stepmark.training.one_graph_per_step.deferred_reads import read_numbers
@@ -372,8 +372,10 @@ class Trainer:
         """
         dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
-            assert isinstance(self.eval_dataset, Mapping)
-            dataset = self.eval_dataset[dataset]
+            sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
+            if dataset not in sets:
+                raise UsageError(f"eval_dataset: there is no set {dataset!r}; the Trainer's are {list(sets)}")
+            dataset = sets[dataset]
         return self._loaders.eval_batches(dataset)
 
     def get_test_dataloader(self, test_dataset: Dataset) -> Any:
@@ -548,12 +550,19 @@ class Trainer:
 
     # Training
 
-    def train(self, resume_from_checkpoint: bool | str | None = None, *, save_model: bool = False) -> TrainOutput:
+    def train(
+        self,
+        resume_from_checkpoint: bool | str | None = None,
+        *,
+        ignore_keys_for_eval: list[str] | None = None,
+        save_model: bool = False,
+    ) -> TrainOutput:
         """Trains to the end of the run. Collective.
 
         Args:
             resume_from_checkpoint: A checkpoint to resume from, or True for the newest complete one in `output_dir` (or
                 a start from step 0 if there is none). Default: that of the arguments.
+            ignore_keys_for_eval: `ignore_keys` of the evaluations in training.
             save_model: Also write the final model, and with an `eval_strategy` its evaluation, to `output_dir` before
                 the run's status becomes `done`.
 
@@ -569,6 +578,7 @@ class Trainer:
         """
         self._memory_tracker.start()
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        self._hooks.ignore_keys = ignore_keys_for_eval
         with self._watches.begun() as watch:
             output = self._train(watch, resume, save_model)
         self._memory_tracker.stop_and_update_metrics(output.metrics)
@@ -607,7 +617,8 @@ class Trainer:
                 with loop.stopping_at_signals(), watch:
                     theirs = any(map(self._overridden, ("evaluate", "evaluation_loop", "get_eval_dataloader")))
                     if evaluates and not extracting_graphs() and not theirs:
-                        self.evaluation.foretell_memory(self._eval_sets().values(), self.get_eval_dataloader)
+                        sets, ignored = self._eval_sets().values(), self._hooks.ignore_keys
+                        self.evaluation.foretell_memory(sets, self.get_eval_dataloader, ignore_keys=ignored)
                     metrics, steps = loop.train(loop.restore(resume))
                     self._hub.wait()
                     metrics = run.write_training(metrics, steps, [self.train_dataset] if save_model else [])
@@ -677,7 +688,7 @@ class Trainer:
             autocast_dtype(bf16=self.args.bf16, fp16=self.args.fp16),
             preprocess_logits=self.preprocess_logits_for_metrics,
             prediction_step=self._hooks.predict if self._overridden("prediction_step") else None,
-            needs_no_labels=self.can_return_loss and not named,
+            needs_no_labels=not named and (self.can_return_loss or returns_loss(self.model)),
         )
 
     @property

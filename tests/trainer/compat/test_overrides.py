@@ -646,6 +646,10 @@ def test_predictions_are_all_outputs_but_those_that_are_to_be_ignored(tmp_path: 
     assert logits.shape == hidden.shape == heads["a"].shape == (3, CLASSES)
     assert (heads["b"].shape, mean.shape) == ((3, 1), (2,))  # a mean of each batch
     assert len(trainer.predict(Points(3), ignore_keys=["hidden", "mean"]).predictions) == 2
+    trainer = make(Trainer, tmp_path / "run", compute_metrics=lambda given: {"n": len(given[0])}, **steps("eval", 6))
+    trainer.model.__class__ = ManyOutputs
+    trainer.train(ignore_keys_for_eval=["hidden", "mean"])
+    assert logged(trainer, "eval_n") == [2]
     trainer.model.config = transformers.PretrainedConfig()
     trainer.model.config.keys_to_ignore_at_inference = ["hidden", "heads", "mean"]
     assert trainer.predict(Points(3)).predictions.shape == (3, CLASSES)

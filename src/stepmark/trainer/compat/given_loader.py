@@ -40,7 +40,7 @@ class PlainBatches:
         return self.loader.steps_per_epoch * self.loader.layout.accumulation * len(self.loader.ranks)
 
     def __iter__(self) -> Iterator[Any]:
-        for step in self.loader.ahead():
+        for step in self.loader.again().ahead():
             yield from (micro_batch.inputs for micro_batch in step if micro_batch.rows)
 
 
