@@ -45,6 +45,7 @@ BatchResult = tuple[Tensor | None, Any, Any]
 PredictionStep = Callable[[Any, bool, Sequence[str] | None], tuple[Tensor | None, Any, Any]]
 BatchMetrics = Callable[[SampleRows, bool], Any]
 
+HALVES = torch.float16, torch.bfloat16
 HELD_BATCHES = 16  # losses that stay on the device before they are fetched, and batches of predictions per gather
 
 
@@ -65,14 +66,6 @@ class Evaluation:
     rows: SampleRows = NO_ROWS
     computed: Any = None
     of_targets: bool = True
-
-    @property
-    def predictions(self) -> Any:
-        return self.rows.predictions
-
-    @property
-    def labels(self) -> Any:
-        return self.rows.labels
 
 
 @dataclass(frozen=True)
@@ -241,7 +234,7 @@ class Evaluator:
             if loss_only:  # keep unused values out of the graph's outputs
                 logits = labels = None
             elif self.autocast_dtype is not None:
-                logits = map_tensors(logits, _in_float32)
+                logits = map_tensors(logits, lambda each: each.float() if each.dtype in HALVES else each)
             if self.preprocess_logits is not None and logits is not None:
                 with autocast(self.runtime, None):
                     logits = self.preprocess_logits(logits, labels)
@@ -347,18 +340,12 @@ class Evaluator:
         for first in range(0, len(kept), HELD_BATCHES):
             by_rank = self._all_gather(kept[first : first + HELD_BATCHES])
             in_order += [rows for step in zip(*by_rank, strict=True) for own in step for rows in own]
-        if not in_order:
-            return NO_ROWS
         return SampleRows.joined(in_order) if joined else SampleRows.listed(in_order)
 
 
 def perplexity(loss: float) -> float:
     """exp(loss), infinite on overflow."""
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def _in_float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def weighted_sum(mean: Tensor, weight: Weight) -> Tensor:

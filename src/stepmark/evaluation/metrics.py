@@ -31,7 +31,7 @@ def summarize(
     there is a loss, but no input is a label or no output a prediction, a warning says that it is skipped. It may return
     text, lists and mappings too, which are recorded but never compared. Raises MetricsError for other values.
     """
-    predicted, labelled = evaluation.predictions is not None, evaluation.labels is not None
+    predicted, labelled = evaluation.rows.predictions is not None, evaluation.rows.labels is not None
     if compute_metrics is not None and predicted != labelled and evaluation.loss is not None:
         lacks = "no model input is known to be a label; set label_names"
         lacks = lacks if predicted else "no output is a prediction; look at what the model returns, and at ignore_keys"

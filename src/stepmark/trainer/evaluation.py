@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,7 +120,9 @@ class TrainerEvaluation:
             if self.pause is not None:  # in training: where it was stopped between two sets, the second draws the same
                 step = self.callbacks.state.global_step
                 seed_generators(self.evaluator.runtime, derive_seed(self.args.seed, step, prefix))
+            began = time.perf_counter()
             metrics = self._metrics_of(batches, prefix, ignore_keys) if loop is None else dict(loop())
+            metrics.setdefault(f"{prefix}_runtime", time.perf_counter() - began)
             _, epoch = self.callbacks.model_position()
             if epoch is not None:
                 metrics["epoch"] = epoch
@@ -179,7 +182,7 @@ class TrainerEvaluation:
         texts = sampler.texts(each.model, each.runtime, each.autocast_dtype, seed)
         return [(prompt, *both) for prompt, both in zip(sampler.prompts, texts, strict=True)]
 
-    def foretell_memory(self, datasets: Iterable[Any], batches: Callable[[Any], Any], **options: Any) -> None:
+    def foretell_memory(self, datasets: Iterable[Any], batches: Callable[[Any], Any]) -> None:
         """Evaluates two samples of each dataset, where that calls no code of the user's, which may keep sums. Raises
         PredictionsTooLarge where the predictions of a whole set would not fit into host memory."""
         each = self.evaluator
@@ -192,7 +195,7 @@ class TrainerEvaluation:
                 continue
             two = range(min(2, len(dataset)))
             given = dataset.select(two) if hasattr(dataset, "select") else Subset(dataset, two)
-            found = self.run(batches(given), gather=True, announces=False, **options)
+            found = self.run(batches(given), gather=True, announces=False)
             rows = found.rows.bytes * len(dataset) / max(found.samples, 1)
             need = each.check_memory(rows, joined=self.args.eval_do_concat_batches)
             if self.callbacks.run_log.writes:

@@ -24,8 +24,7 @@ class RunHooks:
     """What the loop, a step and an evaluation call of a Trainer.
 
     Where transformers lets a subclass stand around something, such as a save, that is kept here until the subclass
-    calls the Trainer's own method. `evaluation` is that of the run, while one is in progress, and `ignore_keys` are the
-    outputs that are no predictions in those of the run; None: the default.
+    calls the Trainer's own method. `evaluation` is that of the run, while one is in progress.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -33,7 +32,6 @@ class RunHooks:
         self._passes: Passes | None = None  # of the micro-batch whose `training_step` is called
         self._save: tuple[Action, Action] | None = None  # what begins the save in progress, and waits for it
         self.evaluation: EvaluationProgress | None = None
-        self.ignore_keys: list[str] | None = None
 
     # A step
 
@@ -62,7 +60,7 @@ class RunHooks:
         """Evaluates the Trainer's own data, and writes samples of text. Collective."""
         trainer, callbacks = self._trainer, self._trainer._callbacks
         with self.evaluating(evaluation):
-            metrics = trainer.evaluate(**({} if self.ignore_keys is None else {"ignore_keys": self.ignore_keys}))
+            metrics = trainer.evaluate()
         callbacks.last_evaluation = (callbacks.state.global_step, metrics)
         for each in trainer.evaluation.sample_texts():
             callbacks.sampled(*each)

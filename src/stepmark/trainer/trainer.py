@@ -550,19 +550,12 @@ class Trainer:
 
     # Training
 
-    def train(
-        self,
-        resume_from_checkpoint: bool | str | None = None,
-        *,
-        ignore_keys_for_eval: list[str] | None = None,
-        save_model: bool = False,
-    ) -> TrainOutput:
+    def train(self, resume_from_checkpoint: bool | str | None = None, *, save_model: bool = False) -> TrainOutput:
         """Trains to the end of the run. Collective.
 
         Args:
             resume_from_checkpoint: A checkpoint to resume from, or True for the newest complete one in `output_dir` (or
                 a start from step 0 if there is none). Default: that of the arguments.
-            ignore_keys_for_eval: `ignore_keys` of the evaluations in training.
             save_model: Also write the final model, and with an `eval_strategy` its evaluation, to `output_dir` before
                 the run's status becomes `done`.
 
@@ -578,7 +571,6 @@ class Trainer:
         """
         self._memory_tracker.start()
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        self._hooks.ignore_keys = ignore_keys_for_eval
         with self._watches.begun() as watch:
             output = self._train(watch, resume, save_model)
         self._memory_tracker.stop_and_update_metrics(output.metrics)
@@ -617,8 +609,7 @@ class Trainer:
                 with loop.stopping_at_signals(), watch:
                     theirs = any(map(self._overridden, ("evaluate", "evaluation_loop", "get_eval_dataloader")))
                     if evaluates and not extracting_graphs() and not theirs:
-                        sets, ignored = self._eval_sets().values(), self._hooks.ignore_keys
-                        self.evaluation.foretell_memory(sets, self.get_eval_dataloader, ignore_keys=ignored)
+                        self.evaluation.foretell_memory(self._eval_sets().values(), self.get_eval_dataloader)
                     metrics, steps = loop.train(loop.restore(resume))
                     self._hub.wait()
                     metrics = run.write_training(metrics, steps, [self.train_dataset] if save_model else [])
@@ -849,7 +840,7 @@ class Trainer:
         evaluation = self.evaluation
         found = evaluation.run(dataloader, gather=True, loss_only=prediction_loss_only, ignore_keys=ignore_keys)
         metrics = evaluation.metrics(found, metric_key_prefix)
-        return EvalLoopOutput(found.predictions, found.labels, metrics, found.samples)
+        return EvalLoopOutput(found.rows.predictions, found.rows.labels, metrics, found.samples)
 
     # Saving
 

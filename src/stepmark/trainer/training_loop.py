@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -613,7 +612,7 @@ class TrainingLoop:
         if follows_metric(self._parts.schedule):
             self._parts.schedule.step(metrics[key])
         if state.best_metric is None:  # from now on EarlyStoppingCallback counts, also where the metric is nan
-            state.best_metric = -math.inf if self._args.greater_is_better else math.inf
+            state.best_metric = float("-inf" if self._args.greater_is_better else "inf")
         if not self._monitor.anomalies.not_finite and is_better(self._args, metrics[key], state.best_metric):
             state.best_metric, state.best_global_step = metrics[key], state.global_step
             saves_best = self._args.save_strategy == "best" or self._args.load_best_model_at_end
