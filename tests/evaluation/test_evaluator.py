@@ -13,15 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.loader import DataLoader
 from stepmark.evaluation.evaluator import Evaluator, perplexity
-from stepmark.evaluation.predictions import concatenate
+from stepmark.evaluation.predictions import concatenate, predictions_of
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.model_labels import label_rule
-from stepmark.training.weighted_loss import MicroBatchLoss
+from stepmark.training.weighted_loss import MicroBatchLoss, loss_beside
 from tests.support.label_models import make, mean_by_hand
 from tests.support.programs import VOCABULARY, Blocks, tiny_model
 from tests.support.ranks import Ranks
@@ -61,7 +62,7 @@ def test_the_loss_of_every_sample_once(samples: int, batch_size: int, fixed_shap
     loss, tokens = loop_over_samples(model, dataset)
     assert found.loss == pytest.approx(loss, rel=1e-6)
     assert (found.tokens, found.samples, found.batches) == (tokens, samples, -(-samples // batch_size))
-    assert found.predictions is None
+    assert found.rows.predictions is None
 
 
 def test_ranks_evaluate_every_sample_once_and_in_order(ranks: Ranks) -> None:
@@ -79,24 +80,24 @@ def on_ranks() -> dict[str, Any]:
     model, axis = tiny_model(), mesh.data_parallel
     batches = loader(Blocks(7, seed=3), 2, rank=axis.rank, world_size=axis.size)
     found = Evaluator(model, MicroBatchLoss(model), mesh)(batches, gather=True)
-    assert found.predictions.shape == (7, 16, VOCABULARY)
+    assert found.rows.predictions.shape == (7, 16, VOCABULARY)
     return {
         "loss": found.loss,
         "tokens": found.tokens,
         "samples": found.samples,
-        "labels": found.labels.tolist(),
+        "labels": found.rows.labels.tolist(),
     }
 
 
 def test_predictions_are_in_the_order_of_the_samples() -> None:
     model, dataset = tiny_model().eval(), Blocks(7)
     found = evaluator(model)(loader(dataset, 3, fixed_shape=True), gather=True)
-    assert found.predictions.shape == (7, 16, VOCABULARY)
+    assert found.rows.predictions.shape == (7, 16, VOCABULARY)
     with torch.no_grad():
         for index in range(7):
             expected = model(dataset[index]["input_ids"][None]).logits[0].numpy()
-            np.testing.assert_allclose(found.predictions[index], expected, rtol=1e-4, atol=1e-5)
-            assert (found.labels[index] == dataset[index]["labels"].numpy()).all()
+            np.testing.assert_allclose(found.rows.predictions[index], expected, rtol=1e-4, atol=1e-5)
+            assert (found.rows.labels[index] == dataset[index]["labels"].numpy()).all()
 
 
 def test_only_what_the_user_keeps_of_the_logits_is_gathered() -> None:
@@ -106,8 +107,8 @@ def test_only_what_the_user_keeps_of_the_logits_is_gathered() -> None:
 
     model = tiny_model()
     found = evaluator(model, preprocess_logits=best)(loader(Blocks(5), 2), gather=True)
-    assert found.predictions.shape == (5, 16)
-    assert found.predictions.dtype == np.int64
+    assert found.rows.predictions.shape == (5, 16)
+    assert found.rows.predictions.dtype == np.int64
 
 
 def test_modes_and_generators_are_left_as_they_were() -> None:
@@ -136,13 +137,29 @@ def test_modes_come_back_after_an_error() -> None:
     assert all(module.training for module in model.modules())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_autocast_has_computed_is_seen_in_float32(dtype: torch.dtype) -> None:
+    """As in transformers: sums and exponentials of logits in 16 bits would be wrong."""
+
+    def keep(logits: Tensor, labels: Tensor | None) -> Tensor:
+        assert logits.dtype == torch.float32
+        assert (logits[0] @ logits[0].T).dtype == torch.float32
+        return logits.half()
+
+    model = tiny_model()
+    found = evaluator(model, autocast_dtype=dtype)(loader(Blocks(3), 2), gather=True)
+    assert found.rows.predictions.dtype == np.float32
+    kept = evaluator(model, autocast_dtype=dtype, preprocess_logits=keep)(loader(Blocks(3), 2), gather=True)
+    assert kept.rows.predictions.dtype == np.float16
+
+
 def test_autocast_and_smoothing_are_those_of_training() -> None:
     model, dataset = tiny_model(), Blocks(6)
     plain, _ = loop_over_samples(model, dataset)
     bf16 = evaluator(model, autocast_dtype=torch.bfloat16)(loader(dataset, 2), gather=True)
     assert bf16.loss != pytest.approx(plain, rel=1e-7)
     assert bf16.loss == pytest.approx(plain, rel=1e-2)
-    assert bf16.predictions.dtype == np.float32
+    assert bf16.rows.predictions.dtype == np.float32
     smoothed = evaluator(model, label_smoothing=0.3)(loader(dataset, 2))
     expected, _ = loop_over_samples(model, dataset, smoothing=0.3)
     assert smoothed.loss == pytest.approx(expected, rel=1e-6)
@@ -153,8 +170,16 @@ def test_without_labels_there_are_predictions_and_no_loss() -> None:
     rows = [{"input_ids": Blocks(5)[index]["input_ids"]} for index in range(5)]
     found = evaluator(tiny_model())(loader(rows, 2), gather=True)
     assert found.loss is None
-    assert found.labels is None
-    assert (found.samples, found.predictions.shape) == (5, (5, 16, VOCABULARY))
+    assert found.rows.labels is None
+    assert (found.samples, found.rows.predictions.shape) == (5, (5, 16, VOCABULARY))
+
+
+def test_batches_without_labels_do_not_count_in_the_loss() -> None:
+    dataset = Blocks(4)
+    rows = [dataset[index] for index in range(4)] + [{"input_ids": each["input_ids"]} for each in Blocks(6)]
+    found = evaluator(tiny_model())(loader(rows, 2), gather=True)
+    assert found.loss == pytest.approx(loop_over_samples(tiny_model(), dataset)[0], rel=1e-6)
+    assert (found.samples, len(found.rows.predictions), len(found.rows.labels)) == (10, 10, 4)
 
 
 def test_labels_without_targets_give_no_loss() -> None:
@@ -187,7 +212,7 @@ def test_a_classifier_is_averaged_over_samples(batch_size: int, fixed_shape: boo
     features, labels = (torch.stack([row[name] for row in rows]) for name in ("features", "labels"))
     expected = F.cross_entropy(model.linear(features), labels)
     assert found.loss == pytest.approx(expected.item(), rel=1e-6)
-    assert (found.labels == labels.numpy()).all()
+    assert (found.rows.labels == labels.numpy()).all()
 
 
 @pytest.mark.parametrize("batch_size", [2, 5])
@@ -245,12 +270,12 @@ def test_a_model_that_returns_tuples() -> None:
     batch = classes(7)
     expected = F.cross_entropy(model.linear(batch["features"]), batch["labels"]).item()
     assert found.loss == pytest.approx(expected, rel=1e-6)
-    assert [part.shape for part in found.predictions] == [(7, 3), (7, 4)]
+    assert [part.shape for part in found.rows.predictions] == [(7, 3), (7, 4)]
     for row in rows:
         del row["labels"]
     found = evaluator(model)(loader(rows, 3), gather=True)
-    assert (found.loss, found.labels) == (None, None)
-    assert [part.shape for part in found.predictions] == [(7, 3), (7, 4)]
+    assert (found.loss, found.rows.labels) == (None, None)
+    assert [part.shape for part in found.rows.predictions] == [(7, 3), (7, 4)]
 
 
 def test_a_model_that_needs_no_labels_for_its_loss() -> None:
@@ -346,6 +371,15 @@ def test_an_evaluation_without_a_loss_says_so(tmp_path: Path, caplog: pytest.Log
     trainer = Trainer(Detector(), TrainingArguments(output_dir=str(tmp_path), device="cpu"), eval_dataset=samples)
     assert "eval_loss" not in trainer.evaluate()
     assert "eval: no loss: no input is a label (labels)" in caplog.text
+
+
+def test_only_tensors_of_a_tuple_are_predictions() -> None:
+    """As scripts return them from `compute_loss` in place of a loss, and models beside a cache."""
+    logits, hidden = torch.zeros(2, 3), torch.ones(2, 4)
+    for outputs in ([None, logits], (logits, DynamicCache()), (None, logits, None)):
+        assert predictions_of(loss_beside(outputs)[1], []) is logits
+    assert predictions_of((None, logits, (hidden, hidden)), []) == (logits, (hidden, hidden))
+    assert predictions_of((None,), []) is None
 
 
 def test_arrays_of_different_widths_are_padded() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from stepmark import Trainer, TrainingArguments, evaluate
 from stepmark.errors import CheckpointDamaged, CheckpointNotFound, DataError, MetricsError, UsageError
@@ -81,6 +83,45 @@ def test_a_preference_loss_has_no_perplexity(tmp_path: Path) -> None:
     found = Preferences(tiny_model(), args, eval_dataset=data).evaluate()
     assert "eval_loss" in found
     assert "eval_perplexity" not in found
+
+
+class Contrast(nn.Module):
+    """Like CLIP, of which no input is a label."""
+
+    def forward(self, features: Tensor, return_loss: bool = True) -> dict[str, Tensor]:
+        return {"loss": features.mean(), "logits": features}
+
+
+@pytest.mark.parametrize("by_batch", [False, True])
+def test_a_model_that_needs_no_labels_has_metrics(tmp_path: Path, by_batch: bool) -> None:
+    def compute(given: Any, compute_result: bool = True) -> dict[str, int]:
+        assert given.label_ids == ()
+        return {"rows": len(given.predictions)}
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, per_device_eval_batch_size=2, batch_eval_metrics=by_batch)
+    data = [{"features": torch.full((2,), float(index))} for index in range(5)]
+    found = Trainer(Contrast(), args, eval_dataset=data, compute_metrics=compute).evaluate()
+    assert (found["eval_loss"], found["eval_rows"]) == (2.0, 1 if by_batch else 5)
+
+
+def test_metrics_of_a_loss_that_returns_no_outputs_are_skipped_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Bare(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            loss = model(**inputs).loss
+            return (loss, None) if return_outputs else loss
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True)
+    found = Bare(tiny_model(), args, eval_dataset=Blocks(3), compute_metrics=lambda given: {"never": 1.0}).evaluate()
+    assert "eval_never" not in found
+    assert "is skipped: no output is a prediction" in caplog.text
+
+
+@pytest.mark.parametrize("sets", [Blocks(2), {"a": Blocks(2), "b": Blocks(3)}])
+def test_a_set_that_the_trainer_lacks_is_named(tmp_path: Path, sets: Any) -> None:
+    with pytest.raises(UsageError, match="^eval_dataset: there is no set 'c'; the Trainer's are "):
+        trainer(tmp_path, eval_dataset=sets).evaluate("c")
 
 
 @pytest.fixture
@@ -208,16 +249,17 @@ def test_predictions_of_many_batches_are_gathered_in_order(tmp_path: Path) -> No
 
 def test_no_number_is_never_the_best() -> None:
     args, nan = TrainingArguments(metric_for_best_model="loss"), float("nan")
-    assert not is_better(args, nan, None)
+    assert not is_better(args, nan, math.inf)
     assert not is_better(args, nan, 1.0)
-    assert is_better(args, 2.0, None)
+    assert is_better(args, 2.0, math.inf)
     assert is_better(args, 0.5, 1.0)
     assert not is_better(args, 1.5, 1.0)
 
 
 def test_metrics_that_are_not_numbers_are_kept_and_not_compared(tmp_path: Path) -> None:
     def report(given: Any) -> dict[str, Any]:
-        return {"accuracy": 0.5, "confusion": np.eye(2, dtype=int), "per_class": {"a": 1.0}, "best_class": "a"}
+        classes = {"a": {"f1": np.float32(1.0), "number": np.int64(3)}, "all": [torch.tensor(2.0), np.bool_(True)]}
+        return {"accuracy": 0.5, "confusion": np.eye(2, dtype=int), "per_class": classes, "best_class": "a"}
 
     options = {**RUN, "compute_metrics": report, "eval_dataset": Blocks(3)}
     made = trainer(tmp_path / "a", **options, metric_for_best_model="accuracy")
@@ -225,7 +267,8 @@ def test_metrics_that_are_not_numbers_are_kept_and_not_compared(tmp_path: Path) 
     results = json.loads((tmp_path / "a" / "eval_results.json").read_text())
     for found in (made.evaluate(), results):
         assert found["eval_confusion"] == [[1, 0], [0, 1]]
-        assert (found["eval_per_class"], found["eval_best_class"]) == ({"a": 1.0}, "a")
+        assert found["eval_per_class"] == {"a": {"f1": 1.0, "number": 3}, "all": [2.0, True]}
+        assert found["eval_best_class"] == "a"
     with pytest.raises(UsageError, match="metric_for_best_model: eval_best_class is a str; name a number"):
         trainer(tmp_path / "b", **options, metric_for_best_model="best_class").train()
 

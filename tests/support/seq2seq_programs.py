@@ -41,16 +41,18 @@ class Sentences(torch.utils.data.Dataset[dict[str, Any]]):
         return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask > 0, ids, -100)}
 
 
-def generated(device: str, folder: str, **options: Any) -> dict[str, Any]:
+def generated(device: str, folder: str, length: dict[str, int] | None = None, **options: Any) -> dict[str, Any]:
     """The tokens that `compute_metrics` gets, the evaluation's loss, and on a lazy device the compilations of a second
-    evaluation."""
+    evaluation. `length`: what the model's generation configuration says of it; default None: the arguments say it."""
     seen: list[Any] = []
     args = Seq2SeqTrainingArguments(
         output_dir=folder, device=device, disable_tqdm=True, per_device_eval_batch_size=2,
-        predict_with_generate=True, generation_max_length=LENGTH, **options,
+        predict_with_generate=True, generation_max_length=LENGTH if length is None else None, **options,
     )  # fmt: skip
+    model = small_t5()
+    model.generation_config.update(**length or {})
     trainer = Seq2SeqTrainer(
-        small_t5(), args, eval_dataset=Sentences(), compute_metrics=lambda found: seen.append(found) or {}
+        model, args, eval_dataset=Sentences(), compute_metrics=lambda found: seen.append(found) or {}
     )
     loss = trainer.evaluate()["eval_loss"]
     before = trainer.context.runtime.counters()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2LMHeadModel
+from transformers import GPT2LMHeadModel, TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.checkpoint.host_memory import _RESERVE as RESERVE
@@ -64,6 +64,31 @@ def test_outside_training_nothing_stops_an_evaluation(tmp_path: Path) -> None:
     with trainer._hooks.evaluating(EvaluationProgress(lambda: False)), pytest.raises(EvaluationPaused):
         trainer.evaluate()
     assert trainer.evaluate()["eval_b_loss"] > 0
+
+
+class Batches(TrainerCallback):
+    """The samples of the batches that callbacks get, at each of two events."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def _see(self, eval_dataloader: Any) -> None:
+        self.seen.append(sum(len(batch["labels"]) for batch in eval_dataloader))
+
+    def on_prediction_step(self, *_: Any, eval_dataloader: Any, **__: Any) -> None:
+        self._see(eval_dataloader)
+
+    def on_evaluate(self, *_: Any, eval_dataloader: Any, **__: Any) -> None:
+        self._see(eval_dataloader)
+
+
+def test_callbacks_get_the_batches_that_are_evaluated(tmp_path: Path) -> None:
+    trainer, batches = made(tmp_path), Batches()
+    trainer.add_callback(batches)
+    trainer.evaluate({"a": Blocks(4), "b": Blocks(3)})
+    assert batches.seen == [4, 4, 4, 3, 3, 3]
+    trainer.predict(Blocks(2))
+    assert batches.seen[6:] == [2]
 
 
 def test_evaluations_need_data() -> None:

@@ -82,13 +82,16 @@ def test_labels_of_several_ranks_are_in_order(tmp_path: Path, ranks: Ranks) -> N
     assert losses[0] == losses[1]
 
 
-def test_batches_can_be_kept_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_batches_can_be_kept_apart(tmp_path: Path, replicas: int) -> None:
+    """Of two ranks, the last has no samples in the last step, and no item."""
     seen: list[Any] = []
     found, metrics = detect(
         str(tmp_path),
         lambda given: seen.append(given) or {"batches": len(given.predictions)},
         per_device_eval_batch_size=3,
         eval_do_concat_batches=False,
+        data_parallel_replicas=replicas,
     )
     assert [len(each) for each in found.label_ids] == [len(each) for each in found.predictions] == [3, 3, 1]
     check([label for each in found.label_ids for label in each])

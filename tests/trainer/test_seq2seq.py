@@ -79,10 +79,27 @@ def test_decoder_inputs_made_of_labels_are_not_what_generation_begins_with(tmp_p
     assert torch.equal(tokens, expected)
 
 
+def test_data_without_labels_are_generated_from(tmp_path: Path) -> None:
+    rows = [Sentences()[index] for index in range(5)]
+    args = Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path), device="cpu", predict_with_generate=True, generation_max_length=LENGTH
+    )
+    trainer = Seq2SeqTrainer(small_t5(), args)
+    expected = trainer.predict(rows).predictions.tolist()
+    for row in rows:
+        del row["labels"]
+    found = trainer.predict(rows)
+    assert (found.predictions.tolist(), found.label_ids) == (expected, None)
+    assert "test_loss" not in found.metrics
+
+
 @pytest.mark.xla
-def test_a_lazy_device_generates_the_same_without_compiling_again(tmp_path: Path, ranks: Ranks) -> None:
+@pytest.mark.parametrize("length", [{"max_length": LENGTH}, {"max_new_tokens": 3}, {}])
+def test_a_lazy_device_generates_the_same_without_compiling_again(
+    tmp_path: Path, ranks: Ranks, length: dict[str, int]
+) -> None:
     found, expected = (
-        ranks.run("tests.support.seq2seq_programs:generated", device, str(tmp_path / device)).check()[0]
+        ranks.run("tests.support.seq2seq_programs:generated", device, str(tmp_path / device), length).check()[0]
         for device in ("xla", "cpu")
     )
     assert found["compiled"] == 0

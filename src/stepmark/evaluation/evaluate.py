@@ -84,15 +84,14 @@ def evaluate(
         place_module(model, mesh.runtime)
     else:
         model = ModelReader(mesh.runtime, trust_remote_code=trust_remote_code).read(Path(local_model(str(model))))
-    runtime = mesh.runtime
-    dtype = autocast_dtype(bf16=bf16, fp16=fp16)
     loss = MicroBatchLoss(
         model,
         compute_loss_func=compute_loss_func,
         label_smoothing=label_smoothing_factor,
         causal_shift=causal_shift,
-        lazy=runtime.lazy,
+        lazy=mesh.runtime.lazy,
     )
+    dtype = autocast_dtype(bf16=bf16, fp16=fp16)
     evaluator = Evaluator(model, loss, mesh, dtype, preprocess_logits=preprocess_logits_for_metrics)
     metrics: dict[str, float] = {}
     for prefix, each in named_sets(dataset, metric_key_prefix).items():
@@ -104,7 +103,7 @@ def evaluate(
             shuffle=False,
             collate_fn=data_collator,
             num_workers=num_workers,
-            fixed_shape=runtime.lazy,
+            fixed_shape=mesh.runtime.lazy,
             pad_token_id=pad_token_id,
             labels=loss.labels,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,12 +31,12 @@ from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.progress import EVALUATION, enter_phase, in_phase
 from stepmark.parallel.full_sharding import compare_calls, has_full_sharding
 from stepmark.parallel.pipeline.staged_model import staged
-from stepmark.runtime.base import Runtime
+from stepmark.runtime.base import Runtime, map_tensors
 from stepmark.runtime.eager import kept_generators
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import derive_seed, kept_host_generators, seed_generators
 from stepmark.training.micro_batches import autocast
-from stepmark.training.model_labels import evaluating, unwrapped
+from stepmark.training.model_labels import accepts, evaluating, returns_loss, unwrapped
 from stepmark.training.one_graph_per_step.transformers_forward import forward_without_reads
 from stepmark.training.pipelined_forward import PipelinedForward
 from stepmark.training.weighted_loss import MicroBatchLoss, Weight, check_mapping, loss_beside
@@ -46,6 +45,7 @@ BatchResult = tuple[Tensor | None, Any, Any]
 PredictionStep = Callable[[Any, bool, Sequence[str] | None], tuple[Tensor | None, Any, Any]]
 BatchMetrics = Callable[[SampleRows, bool], Any]
 
+HALVES = torch.float16, torch.bfloat16
 HELD_BATCHES = 16  # losses that stay on the device before they are fetched, and batches of predictions per gather
 
 
@@ -66,14 +66,6 @@ class Evaluation:
     rows: SampleRows = NO_ROWS
     computed: Any = None
     of_targets: bool = True
-
-    @property
-    def predictions(self) -> Any:
-        return self.rows.predictions
-
-    @property
-    def labels(self) -> Any:
-        return self.rows.labels
 
 
 @dataclass(frozen=True)
@@ -137,7 +129,7 @@ class Evaluator:
         started = time.perf_counter()
         own = range(len(self.mesh.ranks.own))
         pending: list[list[Tensor]] = [[] for _ in own]  # losses of each logical rank
-        # Of each: loss, target tokens, samples, batches, those with a loss, and with known labels.
+        # Of each: loss, targets of the batches that have one, all targets, samples, batches, those with known labels.
         of_ranks = [[0.0, 0, 0, 0, 0, 0] for _ in own]
         found: list[list[SampleRows]] = []  # step by step, of each own rank
         held = 0  # bytes of those
@@ -155,25 +147,25 @@ class Evaluator:
             for place, (each, following) in zip(cycle(own), paired, strict=False):
                 assert each is not None
                 micro_batch, result = each
-                sums, loss = of_ranks[place], result[0]
-                sums[1] += self.loss.count(micro_batch)
-                sums[2] += micro_batch.rows
-                sums[3] += 1
+                sums, loss, targets = of_ranks[place], result[0], self.loss.count(micro_batch)
+                sums[2] += targets
+                sums[3] += micro_batch.rows
+                sums[4] += 1
                 sums[5] += micro_batch.targets is not None
                 if loss is not None:
                     pending[place].append(loss)
-                    sums[4] += 1
+                    sums[1] += targets
                 if len(pending[place]) == HELD_BATCHES:
                     sums[0] += self._fetch_losses(pending[place])
-                if not loss_only:
+                if not loss_only and micro_batch.rows:
                     together.append(self._rows(micro_batch, result, include))
                 if place != own[-1]:
                     continue
                 rows, together = together, []
-                if gather and rows:
+                if gather:
                     found.append(rows)
                     held += sum(each.bytes for each in rows)
-                    done = int(sums[3])
+                    done = int(sums[4])
                     if done.bit_count() == 1:  # again after 2, 4, 8, … batches, since batches differ
                         of_all = loader.steps_per_epoch if getattr(loader, "has_length", True) else done
                         expected = sum(self._all_gather(held)) * max(of_all / done, 1)
@@ -188,10 +180,10 @@ class Evaluator:
         told = [sums for each in self._all_gather(of_ranks) for sums in each]
         totals = [sum(column) for column in zip(*told, strict=True)]
         return Evaluation(
-            loss=totals[0] / totals[1] if totals[4] and totals[1] else None,
-            tokens=int(totals[1]),
-            samples=int(totals[2]),
-            batches=int(of_ranks[0][3]),
+            loss=totals[0] / totals[1] if totals[1] else None,
+            tokens=int(totals[2]),
+            samples=int(totals[3]),
+            batches=int(of_ranks[0][4]),
             seconds=time.perf_counter() - started,
             rows=self._gather(found, joined) if gather else NO_ROWS,
             computed=computed,
@@ -238,12 +230,14 @@ class Evaluator:
                 labels = self._labels(inputs)
             else:
                 mean, logits, labels = self.prediction_step(inputs, loss_only, ignore_keys)
-                weight = None if mean is None else self._weight(micro_batch)
-                loss = None if mean is None or weight is None else weighted_sum(mean, weight)
+                loss = None if mean is None else weighted_sum(mean, self._weight(micro_batch))
             if loss_only:  # keep unused values out of the graph's outputs
                 logits = labels = None
-            elif self.preprocess_logits is not None and logits is not None:
-                logits = self.preprocess_logits(logits, labels)
+            elif self.autocast_dtype is not None:
+                logits = map_tensors(logits, lambda each: each.float() if each.dtype in HALVES else each)
+            if self.preprocess_logits is not None and logits is not None:
+                with autocast(self.runtime, None):
+                    logits = self.preprocess_logits(logits, labels)
             loss = None if loss is None else loss.float()
         self.runtime.step_boundary()
         return loss, logits, labels
@@ -278,9 +272,7 @@ class Evaluator:
 
     def _has_loss(self, inputs: Any) -> bool:
         asked = isinstance(inputs, Mapping) and inputs.get("return_loss") is True
-        # Some models, such as CLIP, need no labels: their `return_loss` is true by default.
-        unasked = "return_loss" in self._parameters and self._parameters["return_loss"].default is True
-        known = bool(self.loss.labels.present(inputs)) or asked or unasked
+        known = bool(self.loss.labels.present(inputs)) or asked or returns_loss(self.model)
         return known or self.needs_no_labels or self._only_for_loss(inputs)
 
     def _only_for_loss(self, inputs: Any) -> bool:
@@ -289,17 +281,12 @@ class Evaluator:
             return False
         if not isinstance(inputs, Mapping):
             return True
-        any_name = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in self._parameters.values())
-        return not any_name and not set(inputs) <= set(self._parameters)
-
-    @functools.cached_property
-    def _parameters(self) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(unwrapped(self.model).forward).parameters
+        return not all(accepts(unwrapped(self.model).forward, name) for name in inputs)
 
     def _labels(self, inputs: Any) -> Any:
-        """The batch's labels: one tensor, a tuple where the model has several, None without."""
+        """The batch's labels: one tensor, a tuple where the model has several, or needs none, None without."""
         present = tuple(self.loss.labels.present(inputs).values())
-        return present[0] if len(present) == 1 else present or None
+        return present[0] if len(present) == 1 else present or (() if self.needs_no_labels else None)
 
     def _fetch_losses(self, pending: list[Tensor]) -> float:
         total = math.fsum(value.item() for value in self.runtime.to_host(pending))
@@ -353,8 +340,6 @@ class Evaluator:
         for first in range(0, len(kept), HELD_BATCHES):
             by_rank = self._all_gather(kept[first : first + HELD_BATCHES])
             in_order += [rows for step in zip(*by_rank, strict=True) for own in step for rows in own]
-        if not in_order:
-            return NO_ROWS
         return SampleRows.joined(in_order) if joined else SampleRows.listed(in_order)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import numbers
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from stepmark.errors import MetricsError, UsageError
 from stepmark.evaluation.evaluator import Evaluation, perplexity
 from stepmark.evaluation.predictions import SampleRows
+from stepmark.training.model_labels import accepts
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import EvalPrediction
@@ -28,13 +28,14 @@ def summarize(
 
     `causal`: the model is a causal language model, so perplexity is reported where labels were counted.
     `compute_metrics` is called where predictions were gathered and the dataset has labels, as in transformers; where
-    there is a loss, but no input is recognized as a label, a warning says that it is skipped. It may return text, lists
-    and mappings too, which are recorded but never compared. Raises MetricsError for other values.
+    there is a loss, but no input is a label or no output a prediction, a warning says that it is skipped. It may return
+    text, lists and mappings too, which are recorded but never compared. Raises MetricsError for other values.
     """
-    unlabelled = evaluation.predictions is not None and evaluation.labels is None
-    if compute_metrics is not None and unlabelled and evaluation.loss is not None:
-        name = name_of(compute_metrics)
-        logger.warning("%s is skipped: no model input is known to be a label; set label_names", name)
+    predicted, labelled = evaluation.rows.predictions is not None, evaluation.rows.labels is not None
+    if compute_metrics is not None and predicted != labelled and evaluation.loss is not None:
+        lacks = "no model input is known to be a label; set label_names"
+        lacks = lacks if predicted else "no output is a prediction; look at what the model returns, and at ignore_keys"
+        logger.warning("%s is skipped: %s", name_of(compute_metrics), lacks)
     if evaluation.samples and not evaluation.tokens:
         logger.warning("%s: no label is a target, so there is no loss: look at what masks or cuts the labels", prefix)
     found: dict[str, float] = {}
@@ -44,7 +45,7 @@ def summarize(
             found["perplexity"] = perplexity(evaluation.loss)
     if evaluation.computed is not None:
         found |= plain_values(evaluation.computed, f"compute_metrics ({name_of(compute_metrics)})")
-    elif compute_metrics is not None and evaluation.predictions is not None and evaluation.labels is not None:
+    elif compute_metrics is not None and predicted and labelled:
         from transformers.trainer_utils import EvalPrediction
 
         computed = compute_metrics(EvalPrediction(*evaluation.rows))
@@ -57,8 +58,7 @@ def summarize(
 
 def check_by_batch(compute_metrics: Callable[..., Any]) -> None:
     """Raises UsageError for a function that `batch_eval_metrics` cannot call."""
-    parameters = inspect.signature(compute_metrics).parameters
-    if "compute_result" not in parameters and all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+    if not accepts(compute_metrics, "compute_result"):
         raise UsageError(
             f"batch_eval_metrics: {name_of(compute_metrics)} has no argument compute_result, true for the last batch "
             "alone; add it"
@@ -93,14 +93,24 @@ def plain_values(found: Any, source: str, *, only_numbers: bool = False) -> dict
     remedy = f"it has to return a dict of names and numbers{'' if only_numbers else ', text, lists or dicts'}"
     if not isinstance(found, Mapping):
         raise MetricsError(f"{source} returned {_shown(found)}; {remedy}")
-    values: dict[str, Any] = {}
-    for name, value in found.items():
-        number = _number(value)
-        plain = value.tolist() if number is None and hasattr(value, "tolist") else value
-        if not isinstance(name, str) or (number is None and (only_numbers or not _is_json(plain))):
-            raise MetricsError(f"{source} returned {_shown(value)} for {name!r}; {remedy}")
-        values[name] = plain if number is None else number
+    values: dict[str, Any] = _plain(found)
+    for name, value in values.items():
+        fits = isinstance(value, numbers.Real) if only_numbers else _is_json(value)
+        if not isinstance(name, str) or not fits:
+            raise MetricsError(f"{source} returned {_shown(found[name])} for {name!r}; {remedy}")
     return values
+
+
+def _plain(value: Any) -> Any:
+    """Scalars of numpy and torch as Python numbers and their arrays as lists, also inside of lists and mappings."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if hasattr(value, "item") and getattr(value, "size", None) is not None:
+        count = value.numel() if hasattr(value, "numel") else value.size
+        return value.item() if count == 1 else value.tolist()
+    return value
 
 
 def _is_json(value: Any) -> bool:
@@ -114,13 +124,6 @@ def _is_json(value: Any) -> bool:
 def name_of(function: Any) -> str:
     """The name of a function in messages."""
     return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
-def _number(value: Any) -> float | None:
-    if hasattr(value, "item") and getattr(value, "size", None) is not None:
-        count = value.numel() if hasattr(value, "numel") else value.size
-        value = value.item() if count == 1 else value
-    return value if isinstance(value, numbers.Real) else None  # type: ignore[return-value]
 
 
 def _shown(value: Any) -> str:

@@ -60,9 +60,10 @@ def predictions_of(outputs: Any, ignored: Sequence[str]) -> Any:
     without any."""
     if isinstance(outputs, Mapping):
         left_out = ("loss", CACHE, *ignored)
-        outputs = tuple(value for key, value in outputs.items() if key not in left_out and holds_tensors(value))
+        outputs = tuple(value for key, value in outputs.items() if key not in left_out)
     if isinstance(outputs, (tuple, list)):
-        return (outputs[0] if len(outputs) == 1 else tuple(outputs)) if outputs else None
+        held = tuple(filter(holds_tensors, outputs))
+        return (held[0] if len(held) == 1 else held) if held else None
     return getattr(outputs, "logits", outputs)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 import secrets
@@ -229,7 +228,7 @@ class RunCallbacks:
         logs = {**logs, **machine}
         self.run_log.metrics({"step": step, "epoch": epoch, **logs})
         if self.training:
-            best = {} if self.state.best_metric is None else {"best_metric": self.state.best_metric}
+            best = {} if self.state.best_global_step is None else {"best_metric": self.state.best_metric}
             self.run_log.describe(eta_seconds=self.progress.seconds_left(step), **best)
             self.run_log.status(RUNNING, step)
         due = self.control.should_log  # which transformers' handler unsets, also for values that a program logs itself
@@ -322,12 +321,8 @@ def end_run(args: TrainingFields, control: TrainerControl) -> None:
     control.should_save |= args.save_strategy == "steps"
 
 
-def is_better(args: TrainingFields, value: float, best: float | None) -> bool:
+def is_better(args: TrainingFields, value: float, best: float) -> bool:
     """Whether the metric for the best model improved; NaN is never better."""
-    if math.isnan(value):
-        return False
-    if best is None:
-        return True
     return value > best if args.greater_is_better else value < best
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import Subset
@@ -79,6 +80,7 @@ class TrainerEvaluation:
         """Evaluates what `get_eval_dataloader` returned; see `Evaluator`. `announces`: calls `on_prediction_step`."""
         loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
         by_batches = self.compute_metrics if self.args.batch_eval_metrics and not loss_only else None
+        self.callbacks.handler.eval_dataloader = batches
         return self.evaluator(
             self.loaders.steps_of(batches),
             gather=gather and not loss_only,
@@ -91,20 +93,18 @@ class TrainerEvaluation:
         )
 
     def metrics(self, evaluation: Evaluation, prefix: str) -> Metrics:
-        """The metrics. Where `compute_metrics` fails on one rank, all ranks raise an error."""
-        error, metrics, causal = None, {}, self.evaluator.loss.has_perplexity
-        if self.evaluator.needs_no_labels and evaluation.labels is None:
-            evaluation = replace(evaluation, rows=evaluation.rows._replace(labels=()))
+        """The metrics, with `compute_metrics` those of rank 0. Where it fails on one rank, all ranks raise an error."""
+        error, metrics, causal = None, None, self.evaluator.loss.has_perplexity
         try:
             metrics = summarize(evaluation, prefix, causal=causal, compute_metrics=self.compute_metrics)
         except Exception as raised:
             error = raised
-        failed = [] if self.compute_metrics is None else self.evaluator.host.all_gather(error is not None)
+        results: list[Any] = [metrics] if self.compute_metrics is None else self.evaluator.host.all_gather(metrics)
         if error is not None:
             raise error
-        if any(failed):
-            raise PeerFailed(f"rank {failed.index(True)}: compute_metrics has failed there; look at its error")
-        return metrics
+        if None in results:
+            raise PeerFailed(f"rank {results.index(None)}: compute_metrics has failed there; look at its error")
+        return dict(results[0])
 
     def of_set(
         self,
@@ -120,7 +120,9 @@ class TrainerEvaluation:
             if self.pause is not None:  # in training: where it was stopped between two sets, the second draws the same
                 step = self.callbacks.state.global_step
                 seed_generators(self.evaluator.runtime, derive_seed(self.args.seed, step, prefix))
+            began = time.perf_counter()
             metrics = self._metrics_of(batches, prefix, ignore_keys) if loop is None else dict(loop())
+            metrics.setdefault(f"{prefix}_runtime", time.perf_counter() - began)
             _, epoch = self.callbacks.model_position()
             if epoch is not None:
                 metrics["epoch"] = epoch

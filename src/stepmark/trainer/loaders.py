@@ -107,8 +107,7 @@ class LoaderFactory:
                     "train_sampling_strategy: an iterable dataset cannot be grouped by length; choose random, or group "
                     "the samples in the dataset"
                 )
-            drop_last = self.args.dataloader_drop_last
-            return self._stream(dataset, self.args.per_device_train_batch_size, drop_last=drop_last)
+            return self._stream(dataset, self.args.per_device_train_batch_size, self.args.dataloader_drop_last)
         return PlainBatches(self.train_loader(dataset))
 
     def sampled_batches(self, dataset: Any, make_sampler: Callable[[], Any]) -> Any:
@@ -130,10 +129,10 @@ class LoaderFactory:
         batch_size = self.args.per_device_eval_batch_size
         if is_stream(dataset):
             return self._stream(dataset, batch_size)
-        return PlainBatches(self._loader(dataset, batch_size, shuffle=False, fixed_shape=self.mesh.runtime.lazy))
+        loader = self._loader(dataset, batch_size, shuffle=False, fixed_shape=self.mesh.runtime.lazy)
+        return PlainBatches(loader, evaluates=True)
 
     def train_loader(self, dataset: Any) -> DataLoader:
-        _check_training_data(dataset)
         return self._loader(
             dataset,
             self.args.per_device_train_batch_size,
@@ -187,7 +186,7 @@ class LoaderFactory:
             whole_turns=prepared is not batches and drops_last,
         )
 
-    def _stream(self, dataset: Any, batch_size: int, *, drop_last: bool = False) -> StreamLoader:
+    def _stream(self, dataset: Any, batch_size: int, drop_last: bool = False) -> StreamLoader:
         if self.args.dataloader_num_workers:
             raise UsageError(
                 "dataloader_num_workers: an iterable dataset is read in the training process; set it to 0, or override "

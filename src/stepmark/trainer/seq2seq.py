@@ -97,11 +97,12 @@ class Seq2SeqTrainer(Trainer):
         labels as well as they are padded to the generation's length with the padding id."""
         if prediction_loss_only or not getattr(self.args, "predict_with_generate", False):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+        labels = inputs.get("labels")
+        loss = None if labels is None else super().prediction_step(model, inputs, True, ignore_keys)[0]
         options = self._options if self._options is not None and not generation else self._with_arguments(generation)
         with torch.no_grad():
             tokens = self._generate(inputs, options)
-        labels, config = inputs.get("labels"), self._generation_config()
+        config = self._generation_config()
         length = int(config.max_length if config.max_new_tokens is None else config.max_new_tokens + 1)
         return loss, self._padded(tokens, length), None if labels is None else self._padded(labels, length)
 
@@ -116,8 +117,10 @@ class Seq2SeqTrainer(Trainer):
             found: Tensor = model.generate(**given, **options)
             return found
         config = self._generation_config()
-        new = options.get("max_new_tokens")
-        config.update(**options, **({} if new is None else {"max_length": new + 1}))
+        config.update(**options)
+        stated = "max_length" in options or model.generation_config.max_length is not None
+        if config.max_new_tokens is not None or not stated:  # transformers' default is one of new tokens
+            config.max_length = 1 + (config.max_new_tokens or config.max_length)
         return greedy_tokens(model, given, config, self.context.runtime)
 
     def _generation_config(self) -> Any:

@@ -80,7 +80,7 @@ from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.compiled_layers import compile_layers
 from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
 from stepmark.training.micro_batches import autocast, autocast_dtype
-from stepmark.training.model_labels import label_names
+from stepmark.training.model_labels import label_names, returns_loss
 from stepmark.training.model_options import attention_of
 from stepmark.training.model_wrappers import without_wrapper
 from stepmark.training.one_graph_per_step.deferred_reads import read_numbers
@@ -372,8 +372,10 @@ class Trainer:
         """
         dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
-            assert isinstance(self.eval_dataset, Mapping)
-            dataset = self.eval_dataset[dataset]
+            sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
+            if dataset not in sets:
+                raise UsageError(f"eval_dataset: there is no set {dataset!r}; the Trainer's are {list(sets)}")
+            dataset = sets[dataset]
         return self._loaders.eval_batches(dataset)
 
     def get_test_dataloader(self, test_dataset: Dataset) -> Any:
@@ -677,7 +679,7 @@ class Trainer:
             autocast_dtype(bf16=self.args.bf16, fp16=self.args.fp16),
             preprocess_logits=self.preprocess_logits_for_metrics,
             prediction_step=self._hooks.predict if self._overridden("prediction_step") else None,
-            needs_no_labels=self.can_return_loss and not named,
+            needs_no_labels=not named and (self.can_return_loss or returns_loss(self.model)),
         )
 
     @property
@@ -838,7 +840,7 @@ class Trainer:
         evaluation = self.evaluation
         found = evaluation.run(dataloader, gather=True, loss_only=prediction_loss_only, ignore_keys=ignore_keys)
         metrics = evaluation.metrics(found, metric_key_prefix)
-        return EvalLoopOutput(found.predictions, found.labels, metrics, found.samples)
+        return EvalLoopOutput(found.rows.predictions, found.rows.labels, metrics, found.samples)
 
     # Saving
 

@@ -613,6 +613,8 @@ class TrainingLoop:
             raise UsageError(f"metric_for_best_model: {key} is a {type(metrics[key]).__name__}; name a number")
         if follows_metric(self._parts.schedule):
             self._parts.schedule.step(metrics[key])
+        if state.best_metric is None:  # from now on EarlyStoppingCallback counts, also where the metric is nan
+            state.best_metric = float("-inf" if self._args.greater_is_better else "inf")
         if not self._monitor.anomalies.not_finite and is_better(self._args, metrics[key], state.best_metric):
             state.best_metric, state.best_global_step = metrics[key], state.global_step
             saves_best = self._args.save_strategy == "best" or self._args.load_best_model_at_end

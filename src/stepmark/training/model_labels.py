@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import CodeType, NoneType
@@ -96,6 +96,18 @@ def label_names(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name in parameters if "label" in name or name in POSITIONS)
 
 
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of this name, or takes any."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def returns_loss(model: nn.Module) -> bool:
+    """Whether `return_loss` of the model's forward is true by default, as CLIP's: such models need no labels."""
+    parameter = inspect.signature(unwrapped(model).forward).parameters.get("return_loss")
+    return parameter is not None and parameter.default is True
+
+
 def names_num_items(model: nn.Module) -> bool:
     """Whether the model declares that it divides a summed loss by `num_items_in_batch`. A forward that accepts
     arbitrary keyword arguments does not: most heads ignore it."""
@@ -145,8 +157,7 @@ def _shifts() -> dict[str, bool]:
 
 def shown_shift(model: nn.Module) -> bool | None:
     """Whether position t predicts label t + 1, if the model's class shows it."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    if not any(each.name == "labels" or each.kind is each.VAR_KEYWORD for each in parameters):
+    if not accepts(model.forward, "labels"):
         return False
     _, forward = _forward_of(model)
     code: CodeType | None = getattr(forward, "__code__", None)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -19,6 +20,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 from transformers import TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.checkpoint.format.verify import verify
@@ -396,6 +398,46 @@ def test_a_wrapped_loader_gets_plain_batches(tmp_path: Path) -> None:
     found = make(Noisy, tmp_path, compute_metrics=metrics).evaluate()
     assert found["eval_samples"] == 7.0
     assert (seen[0] == 0).all()
+
+
+class OwnLoop(Trainer):
+    """Evaluates in a loop of its own, and joins what the ranks have computed."""
+
+    def evaluation_loop(self, dataloader: Any, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> Any:
+        found: list[Any] = []
+        for inputs in dataloader:
+            loss, logits, _ = self.prediction_step(self.model, inputs, False)
+            found.append(self.accelerator.gather_for_metrics((loss.repeat(len(logits)), logits)))
+        losses, logits = (torch.cat(each) for each in zip(*found, strict=True))
+        return EvalLoopOutput(logits.numpy(), None, {f"{metric_key_prefix}_loss": losses.mean().item()}, len(logits))
+
+
+class Wraps(Trainer):
+    """Changes the batches of the Trainer's own loaders."""
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return [{**batch, "labels": batch["labels"] * 0} for batch in super().get_eval_dataloader(eval_dataset)]
+
+
+def loops_and_wraps(folder: str) -> list[Any]:
+    """The losses of evaluations, and predictions, by a loop of one's own."""
+    trainer = make(OwnLoop, Path(folder))
+    losses = [trainer.evaluate()["eval_loss"], trainer.evaluate(Points(5))["eval_loss"]]
+    if trainer.context.world.size > 1:
+        with pytest.raises(UsageError, match="batches of the Trainer's, which are this rank's part"):
+            make(Wraps, Path(folder)).evaluate()
+    return [losses, trainer.predict(Points(7)).predictions.tolist()]
+
+
+def test_ranks_get_as_many_batches_of_an_evaluation(tmp_path: Path, ranks: Ranks) -> None:
+    """Of seven samples in batches of three, one rank has four, the other three, and of five two."""
+    (one,) = ranks.run(loops_and_wraps, str(tmp_path / "one")).check()
+    for found in ranks.run(loops_and_wraps, str(tmp_path / "two"), nproc=2).check():
+        assert found[0] == pytest.approx(one[0], rel=1e-6)
+        assert np.array(found[1]) == pytest.approx(np.array(one[1]), rel=1e-5)
+    hosted = make(OwnLoop, tmp_path / "hosted", data_parallel_replicas=2)
+    with pytest.raises(UsageError, match="^data_parallel_replicas: an evaluation_loop of your own joins"):
+        hosted.evaluate()
 
 
 # Optimizer and schedule

@@ -17,6 +17,7 @@ from stepmark.errors import UsageError
 from tests.support.programs import Blocks, tiny_model
 
 SAMPLES = 10  # 5 steps an epoch
+NAN = float("nan")
 NEVER = {"logging_strategy": "no", "save_strategy": "no", "eval_strategy": "no"}
 
 
@@ -216,11 +217,13 @@ def test_steps_of_another_size_are_noticed(
     assert re.search(warning, caplog.text) if warning else "the global batch was" not in caplog.text
 
 
-def test_early_stopping(tmp_path: Path) -> None:
-    script = Losses([5.0, 4.0, 4.5, 4.6, 1.0, 1.0])
+@pytest.mark.parametrize("losses", [[5.0, 4.0, 4.5, 4.6, 1.0, 1.0], [NAN, NAN, NAN, NAN], [NAN, 4.0, NAN, NAN]])
+def test_early_stopping(tmp_path: Path, losses: list[float]) -> None:
+    """A first loss that is nan counts as in transformers."""
+    script = Losses(losses)
     options = {**steps("eval", 2), **steps("save", 2), "load_best_model_at_end": True}
     recorder = run(tmp_path, script, EarlyStoppingCallback(early_stopping_patience=2), **options)
-    assert recorder.evaluations == [2, 4, 6, 8]
+    assert recorder.evaluations == ([2, 4, 6] if losses[1] is NAN else [2, 4, 6, 8])
 
 
 class Fails(TrainerCallback):

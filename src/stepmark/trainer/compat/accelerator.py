@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.data.loader.batch import is_computing, is_filler
+from stepmark.data.loader.batch import is_computing, is_filler, rows_of
 from stepmark.errors import UsageError
 from stepmark.runtime.base import map_tensors
 from stepmark.runtime.mesh import Mesh
+from stepmark.trainer.compat.given_loader import PlainBatches
 from stepmark.training.one_graph_per_step.deferred_reads import defer_reads
 
 
@@ -36,7 +37,6 @@ class Accelerator:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._mesh: Mesh = trainer.mesh
-        self._prepared: PreparedLoader | None = None  # the one that is iterated
         world = self._mesh.context.world
         self.num_processes, self.process_index, self.local_process_index = world.size, world.rank, world.local_rank
         self.is_main_process, self.is_local_main_process = world.rank == 0, world.local_rank == 0
@@ -73,9 +73,11 @@ class Accelerator:
         return map_tensors(tensor, self._gathered)
 
     def gather_for_metrics(self, tensor: Any) -> Any:
-        """As `gather`, without the rows of a prepared loader's last batches that fill them up."""
-        gathered = self.gather(tensor)
-        rows = None if self._prepared is None else self._prepared.rows
+        """As `gather`, without the rows that fill up the last batches of a prepared loader, or of the Trainer's."""
+        gathered, iterated = self.gather(tensor), PlainBatches.iterated
+        rows = None if iterated is None else iterated.rows
+        if isinstance(iterated, PlainBatches):
+            self._mesh.keep_one_rank("an evaluation_loop of your own joins what ranks have computed")
         return gathered if rows is None else map_tensors(gathered, lambda each: each[:rows] if each.ndim else each)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
@@ -155,14 +157,13 @@ class PreparedLoader:
         return -(-len(self.before_prepare) // self._accelerator._mesh.data_parallel.size)
 
     def __iter__(self) -> Iterator[Any]:
-        mesh, batches, taken = self._accelerator._mesh, iter(self.before_prepare), 0
+        mesh, batches = self._accelerator._mesh, iter(self.before_prepare)
         axis = mesh.data_parallel
-        self._accelerator._prepared = self
+        PlainBatches.iterated = self
         try:
             while turn := list(islice(batches, axis.size)):
                 if len(turn) < axis.size:
-                    self.rows = len(self.before_prepare.dataset) - taken * self.before_prepare.batch_size
-                taken += len(turn)
+                    self.rows = sum(map(rows_of, turn))
                 yield mesh.runtime.place(turn[min(axis.rank, len(turn) - 1)])
         finally:
-            self.rows = self._accelerator._prepared = None
+            self.rows = PlainBatches.iterated = None

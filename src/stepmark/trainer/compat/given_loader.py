@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch, rows_of
 from stepmark.data.loader.fetcher import random_states, seeded_generators, set_random_states
@@ -19,6 +20,7 @@ from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.order import BatchLayout
 from stepmark.data.loader.stream_loader import StreamLoader, whole
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
+from stepmark.runtime.base import map_tensors
 
 ORDER = "loader-1"  # in the position's field `order`: that of a loader that the Trainer did not make
 
@@ -28,11 +30,14 @@ logger = logging.getLogger("stepmark")
 class PlainBatches:
     """The Trainer's loader with the interface of PyTorch's: a length, a dataset, and this rank's batches.
 
-    Each iteration is over the first epoch, and does not move the position of `loader`.
+    Each iteration is over the first epoch, and does not move the position of `loader`. Where it `evaluates`, all ranks
+    get as many batches, also where one lacks samples, and it is `iterated`, with the `rows` of all ranks in this turn.
     """
 
-    def __init__(self, loader: DataLoader) -> None:
-        self.loader = loader
+    iterated: Any = None  # such a loader, or one that was prepared
+
+    def __init__(self, loader: DataLoader, *, evaluates: bool = False) -> None:
+        self.loader, self.evaluates = loader, evaluates
         self.dataset = loader.dataset
         self.batch_size = loader.layout.batch_size
 
@@ -40,8 +45,14 @@ class PlainBatches:
         return self.loader.steps_per_epoch * self.loader.layout.accumulation * len(self.loader.ranks)
 
     def __iter__(self) -> Iterator[Any]:
-        for step in self.loader.ahead():
-            yield from (micro_batch.inputs for micro_batch in step if micro_batch.rows)
+        try:
+            for step in self.loader.again().ahead():
+                if self.evaluates:
+                    PlainBatches.iterated, self.rows = self, step.samples
+                yield from (_of_part(each.inputs) for each in step if each.rows or self.evaluates)
+        finally:
+            if PlainBatches.iterated is self:
+                PlainBatches.iterated = None
 
 
 @dataclass(eq=False)
@@ -195,7 +206,13 @@ class GivenLoader:
                     inputs = next(source)
                 except StopIteration:
                     return
-            yield dict(inputs) if isinstance(inputs, Mapping) else inputs
+            inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+            if self._size > 1 and any(hasattr(each, "of_part") for each in tree_leaves(inputs)):
+                raise UsageError(
+                    "a loader of your own has batches of the Trainer's, which are this rank's part already, and ranks "
+                    "would take turns with them: make it of the dataset, or change the batches in a data_collator"
+                )
+            yield inputs
 
     def _mine(self, group: list[Any]) -> list[MicroBatch]:
         """The micro-batches of a step of each own rank; the last batch, with weight 0, replaces missing ones."""
@@ -241,6 +258,11 @@ class GivenLoader:
         owners = (self.given, getattr(self.given, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", 0))
         found = [getattr(owner, "generator", None) for owner in owners]
         return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+
+def _of_part(inputs: Any) -> Any:
+    map_tensors(inputs, lambda each: setattr(each, "of_part", True))
+    return inputs
 
 
 class _RandomStream:

@@ -13,6 +13,7 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 from stepmark.config.refusals import refusals
 from stepmark.config.training_fields import GROUP_BY_LENGTH
 from stepmark.errors import UsageError
+from stepmark.training.model_labels import accepts
 
 _CALLED = """
     compute_loss get_train_dataloader _get_train_sampler get_eval_dataloader get_test_dataloader create_optimizer
@@ -95,12 +96,6 @@ def overrides(trainer: Any, own: Mapping[str, Any], name: str) -> bool:
     """Whether the method `name` of `trainer` is not Stepmark's `own`: a subclass, a patch or an attribute has it."""
     method = getattr(trainer, name)
     return getattr(method, "__func__", method) is not own[name]
-
-
-def accepts(function: Callable[..., Any], name: str) -> bool:
-    """Whether a method of a subclass has a parameter of this name, or takes any."""
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 class OverriddenLoss:

@@ -34,9 +34,9 @@ from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.sharding.dtensor import is_dtensor, reshard
 from stepmark.sharding.layout import Layout, Shard
 from stepmark.tensor_files.strided import as_written
-from stepmark.trainer.compat.overrides import accepts
 from stepmark.trainer.run_folder.adapters import Adapter, saved_module
 from stepmark.trainer.run_folder.output_folder import on_rank_0
+from stepmark.training.model_labels import accepts
 
 logger = logging.getLogger("stepmark")
 
