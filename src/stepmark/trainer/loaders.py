@@ -192,7 +192,7 @@ class LoaderFactory:
                 "dataloader_num_workers: an iterable dataset is read in the training process; set it to 0, or override "
                 "get_train_dataloader and return a DataLoader with workers"
             )
-        return StreamLoader(dataset, batch_size, self._collation(dataset), drop_last)
+        return StreamLoader(dataset, batch_size, self._collation(dataset), drop_last, self.data_seed)
 
     def _loader(self, dataset: Any, batch_size: int, **options: Any) -> DataLoader:
         return DataLoader(

@@ -59,6 +59,8 @@ class UserChanges:
         trained = {name: flag for name, flag in self._flags().items() if flag != self._trained[name]}
         values = {key: each for key, each in self._of_datasets().items() if each != self._in_datasets.get(key)}
         told = self._context.host.all_gather((trained, values))
+        others = [key for _, each in told for key in each if each[key] != told[0][1].get(key)]
+        self._warn(others, "changed by training, differs between ranks, and only rank 0's is saved")
         rates = list(getattr(self._schedule, "base_lrs", ()))
         return {
             "trained": {name: flag for each, _ in told for name, flag in each.items()},  # stages have their own

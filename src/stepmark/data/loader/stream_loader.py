@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from stepmark.data.loader.collate import Collation
-from stepmark.data.loader.fetcher import RandomStates, random_states
+from stepmark.data.loader.fetcher import RandomStates, random_states, seeded_generators
 from stepmark.errors import UsageError
 
 
@@ -39,7 +39,7 @@ class StreamLoader:
     the dataset has one.
 
     Its position is a number of samples. A resumed run continues from the dataset's own state (`state_dict`) where that
-    is exact: nothing shuffles in a buffer, whose samples are not part of that state, and nothing has drawn from the
+    is exact: nothing shuffles in a buffer, whose samples are not part of that state, and reading has not drawn from the
     global random generators. Otherwise it reads the stream again.
 
     Args:
@@ -48,12 +48,14 @@ class StreamLoader:
         batch_size: Samples of a batch.
         collation: Makes the batch.
         drop_last: Leaves out a last batch that is smaller. Default: False.
+        seed: Of what the collator draws, with the epoch and the position. Default: 0.
     """
 
     dataset: Any
     batch_size: int
     collation: Collation
     drop_last: bool = False
+    seed: int = 0
     epoch: int = field(default=0, init=False)
     _start: Mapping[str, Any] | None = field(default=None, init=False)
 
@@ -101,9 +103,9 @@ class StreamIterator:
         if not batch or (loader.drop_last and len(batch) < loader.batch_size):
             raise StopIteration
         self._taken += len(batch)
-        collated = loader.collation(batch, range(first, self._taken))
         self._exact = self._exact and _are_same(before, random_states())
-        return collated
+        with seeded_generators((loader.seed, loader.epoch, first)):
+            return loader.collation(batch, range(first, self._taken))
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch, as plain values."""

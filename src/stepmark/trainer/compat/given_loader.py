@@ -6,12 +6,13 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import IterableDataset
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch, rows_of
 from stepmark.data.loader.fetcher import random_states, seeded_generators, set_random_states
@@ -103,6 +104,8 @@ class GivenLoader:
         if self.whole_turns and self._length is not None:
             self._length -= self._length % self._size
         self.has_length = self._length is not None
+        stateless = isinstance(self.dataset, IterableDataset) and not hasattr(self.dataset, "state_dict")
+        self._rereads = stateless or isinstance(loader, StreamLoader) or not hasattr(loader, "load_state_dict")
         self._position: dict[str, Any] = self._state(0, 0, ended=True)
         self._begun = self._announces = False  # this process has iterated it, and trains
         self._source: Any = None  # the iterator
@@ -194,13 +197,23 @@ class GivenLoader:
                     owner.set_epoch(epoch)
             if saved is not None:
                 self.given.load_state_dict(saved)
+            elif getattr(self.given, "persistent_workers", False):
+                self.given._iterator = None  # workers of an earlier epoch would go on in its random numbers
             self._source = source = iter(self.given)
+        if taken and getattr(self.given, "num_workers", 0) and saved is not None:
+            logger.warning(
+                "%s: its state has no random numbers of its workers: where the data draw any, they are others from "
+                "here on than without the stop; set num_workers to 0",
+                type(self.given).__name__,
+            )
         if taken and saved is None:
             logger.info("%s has no state_dict: skipping its first %d batches", type(self.given).__name__, taken)
             for _ in range(taken):
                 with stream.drawing():
                     next(source, None)
-        while True:
+        for place in count(taken):
+            if not self._rereads:
+                stream = _RandomStream((self.seed, epoch, place))
             with stream.drawing():
                 try:
                     inputs = next(source)
