@@ -1,4 +1,4 @@
-"""Data and loaders of users that draw random numbers or keep a count: what a resumed run trains."""
+"""Datasets, samplers, collators and loaders of users that keep something between calls: a generator, a count."""
 
 from __future__ import annotations
 
@@ -6,18 +6,32 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler
 
 from stepmark import Trainer, TrainingArguments
 from tests.support.programs import VOCABULARY, StopsAt, checksum, tiny_model
 from tests.support.ranks import Ranks
 
-SAMPLES, STEPS = 10, 12  # five steps an epoch on one rank
+SAMPLES, LENGTH, STEPS = 10, 4, 12  # five steps an epoch on one rank
+GENERATORS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.Generator().manual_seed(1),
+    "numpy": lambda: np.random.default_rng(1),
+    "legacy": lambda: np.random.RandomState(1),
+    "python": lambda: random.Random(1),
+}
+
+
+def token(generator: Any) -> int:
+    if isinstance(generator, torch.Generator):
+        return int(torch.randint(VOCABULARY, (), generator=generator))
+    return int(generator.random() * VOCABULARY)
 
 
 def sample(index: int, drawn: int = 0) -> dict[str, torch.Tensor]:
@@ -34,8 +48,19 @@ class Rows(Dataset[Any]):
 
 
 class Drawing(Rows):
+    def __init__(self, kind: str) -> None:
+        self.own = GENERATORS[kind]()
+
     def __getitem__(self, index: int) -> Any:
-        return sample(index, random.randrange(VOCABULARY) + int(torch.randint(VOCABULARY, ())))
+        return sample(index, token(self.own))
+
+
+class Counting(Rows):
+    read = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        return sample(index, self.read)
 
 
 class CountsByRank(Rows):
@@ -46,9 +71,75 @@ class CountsByRank(Rows):
         return sample(index)
 
 
-class Stream(IterableDataset[Any]):
+class Globally(Rows):
+    def __getitem__(self, index: int) -> Any:
+        return sample(index, random.randrange(VOCABULARY) + int(torch.randint(VOCABULARY, ())))
+
+
+class GoesOn(IterableDataset[Any]):
+    """Begins an epoch where the one before has ended."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
     def __iter__(self) -> Iterator[Any]:
-        return map(sample, range(SAMPLES))
+        for _ in range(SAMPLES):
+            self.place += 1
+            yield sample(self.place - 1)
+
+
+class Shuffling(IterableDataset[Any]):
+    def __init__(self) -> None:
+        self.own = random.Random(1)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(sample, self.own.sample(range(SAMPLES), SAMPLES))
+
+
+class Seeks(Shuffling):
+    """Has a state, but for its generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self.place = self.place, 0
+        for index in range(start, SAMPLES):
+            self.place = index + 1
+            yield sample(index, self.own.randrange(VOCABULARY))
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class Order(Sampler[int]):
+    """Another order in every epoch, by a count of its own or a generator."""
+
+    def __init__(self, own: Any = None) -> None:
+        self.epoch, self.own = 0, own
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter((self.own or np.random.RandomState(self.epoch)).permutation(SAMPLES).tolist())
+
+
+class Wrapper:
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
 
 
 class Restores:
@@ -77,25 +168,80 @@ def stack(rows: list[Any]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def masked(rows: list[Any]) -> dict[str, torch.Tensor]:
+class Masks:
+    """A collator with a generator of its own, maybe made in the first call."""
+
+    def __init__(self, kind: str, late: bool = False) -> None:
+        self.make, self.own = GENERATORS[kind], None if late else GENERATORS[kind]()
+
+    def __call__(self, rows: list[Any]) -> dict[str, torch.Tensor]:
+        self.own = self.own or self.make()
+        return masked(self.own, rows)
+
+
+def masked(own: Any, rows: list[Any]) -> dict[str, torch.Tensor]:
     batch = stack(rows)
-    batch["input_ids"][:, 2] = torch.tensor([random.randrange(VOCABULARY) for _ in rows])
+    batch["input_ids"][:, 2] = torch.tensor([token(own) for _ in rows])
     return batch
 
 
-def persistent(data: Any) -> Any:
-    options = {"shuffle": True, "num_workers": 1, "persistent_workers": True, "collate_fn": stack}
-    return torch.utils.data.DataLoader(data, 2, **options)
+class Leaves:
+    """Keeps the last row for the next batch."""
+
+    def __init__(self) -> None:
+        self.left: list[Any] = []
+
+    def __call__(self, rows: list[Any]) -> dict[str, torch.Tensor]:
+        *given, last = [*self.left, *rows]
+        self.left = [last]
+        return stack(given)
 
 
+def globally(rows: list[Any]) -> dict[str, torch.Tensor]:
+    return masked(random, rows)
+
+
+def closure() -> Any:
+    own = np.random.default_rng(1)
+    return lambda rows: masked(own, rows)
+
+
+loader = partial(torch.utils.data.DataLoader, batch_size=2, collate_fn=stack)
+persistent = partial(loader, shuffle=True, num_workers=1, persistent_workers=True)
 # By name: the dataset, the collator, and the loader.
-CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any] | None]] = {
-    "a stream's collator draws": (Stream, masked, None),
-    "persistent workers draw": (Drawing, stack, persistent),
-    "a loader with a state draws": (Drawing, stack, Restores),
-    "a loader with a state and workers": (Rows, stack, lambda data: Restores(data, num_workers=1)),
-    "ranks count differently": (CountsByRank, stack, None),
+CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None, Callable[[Any], Any] | None]] = {
+    **{f"dataset draws: {kind}": (partial(Drawing, kind), None, None) for kind in GENERATORS},
+    **{f"collator draws: {kind}": (Rows, partial(Masks, kind), None) for kind in GENERATORS},
+    "closure draws": (Rows, closure, None),
+    "dataset counts": (Counting, None, None),
+    "stream goes on": (GoesOn, None, None),
+    "stream shuffles": (Shuffling, None, None),
+    "stream seeks": (Seeks, None, None),
+    "stream's collator draws": (GoesOn, lambda: globally, None),
+    "stream's collator draws of its own": (Seeks, partial(Masks, "torch"), None),
+    "loader of a stream that goes on": (GoesOn, None, loader),
+    "loader of data that count": (Counting, None, loader),
+    "loader of data that draw": (partial(Drawing, "numpy"), None, loader),
+    "loader whose collator draws": (Rows, None, lambda data: loader(data, collate_fn=Masks("numpy", late=True))),
+    "loader with persistent workers": (Globally, None, persistent),
+    "loader with a state": (Globally, None, Restores),
+    "loader with a state, of data that draw": (partial(Drawing, "torch"), None, Restores),
+    "loader with a state and workers": (Rows, None, partial(Restores, num_workers=1)),
+    "ranks count differently": (CountsByRank, None, None),
+    "collator keeps a list": (Rows, Leaves, None),
+    "sampler counts": (Rows, None, lambda data: loader(data, sampler=Order())),
+    "sampler draws": (Rows, None, lambda data: loader(data, sampler=Order(np.random.RandomState(1)))),
+    "batch sampler draws": (
+        Rows,
+        None,
+        lambda data: torch.utils.data.DataLoader(
+            data, batch_sampler=BatchSampler(Order(np.random.default_rng(1)), 2, False), collate_fn=stack
+        ),
+    ),
+    "wrapped loader": (Rows, None, lambda data: Wrapper(loader(data, shuffle=True, generator=GENERATORS["torch"]()))),
 }
+
+TOLD = ("loader with a state and workers", "ranks count differently", "collator keeps a list")
 
 
 class Sees(Trainer):
@@ -118,13 +264,22 @@ class Warnings(logging.Handler):
         self.found.append(record.getMessage())
 
 
-def train(folder: str, name: str, stop: int | None = None) -> tuple[list[Any], str, list[str]]:
+def train(
+    folder: str, name: str, stop: int | None = None, options: dict[str, Any] | None = None
+) -> tuple[list[Any], str, list[str]]:
     """What each step was trained on, the checksum of the weights, and the warnings."""
     data, collator, make = CASES[name]
-    options: dict[str, Any] = {"max_steps": STEPS, "per_device_train_batch_size": 2, "save_steps": 3, "device": "cpu"}
-    args = TrainingArguments(folder, disable_tqdm=True, **options)
-    callbacks: list[Any] = [StopsAt(stop)]
-    trainer = Sees(tiny_model(0.0), args, data_collator=collator, train_dataset=data(), callbacks=callbacks)
+    args = TrainingArguments(
+        folder,
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        save_steps=3,
+        disable_tqdm=True,
+        device="cpu",
+        **(options or {}),
+    )
+    given = stack if collator is None else collator()
+    trainer = Sees(tiny_model(0.0), args, data_collator=given, train_dataset=data(), callbacks=[StopsAt(stop)])
     trainer.make, trainer.seen, warnings = make, [], Warnings()
     logging.getLogger("stepmark").addHandler(warnings)
     try:
@@ -134,10 +289,10 @@ def train(folder: str, name: str, stop: int | None = None) -> tuple[list[Any], s
     return trainer.seen, checksum(trainer), warnings.found
 
 
-@pytest.mark.parametrize("name", list(CASES)[:3])
-def test_a_resumed_run_draws_what_was_left(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", [each for each in CASES if each not in TOLD])
+def test_a_resumed_run_trains_what_was_left(tmp_path: Path, name: str) -> None:
     """In the first epoch and in the second."""
-    whole, weights, _ = train(str(tmp_path / "whole"), name)
+    whole, weights, _ = train(str(tmp_path / "whole"), name, None)
     assert len(whole) == STEPS
     for stop, saved in ((4, 3), (8, 6)):
         assert train(str(tmp_path / str(stop)), name, stop)[0] == whole[:stop]
@@ -145,10 +300,30 @@ def test_a_resumed_run_draws_what_was_left(tmp_path: Path, name: str) -> None:
 
 
 def test_what_cannot_be_restored_is_told(tmp_path: Path, ranks: Ranks) -> None:
-    name = "a loader with a state and workers"
+    name = "loader with a state and workers"
     assert not train(str(tmp_path / "1"), name, 4)[2]
     (told,) = train(str(tmp_path / "1"), name)[2]
     assert "Restores: its state has no random numbers of its workers" in told
     first, _ = ranks.run(train, str(tmp_path / "2"), "ranks count differently", nproc=2).check()
     assert [each.partition(",")[0] for each in first[2]] == ["train_dataset.read: changed by training"]
     assert "differs between ranks" in first[2][0]
+    (kept,) = train(str(tmp_path / "3"), "collator keeps a list")[2]
+    assert kept.startswith("data_collator.left: changed by training, and in no checkpoint")
+
+
+def test_other_seeds_of_a_generator_draw_other_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "collator draws: numpy"
+    first = train(str(tmp_path / "1"), name, None)[0]
+    monkeypatch.setitem(GENERATORS, "numpy", lambda: np.random.default_rng(2))
+    second = train(str(tmp_path / "2"), name, None)[0]
+    assert first != second
+    assert [[row[0] for row in step] for step in first] == [[row[0] for row in step] for step in second]
+
+
+@pytest.mark.parametrize("name", ["collator draws: torch", "dataset draws: python"])
+def test_generators_are_the_same_for_processes_that_host_ranks_and_for_workers(
+    tmp_path: Path, ranks: Ranks, name: str
+) -> None:
+    (hosted,) = ranks.run(train, str(tmp_path / "1"), name, None, {"data_parallel_replicas": 2}).check()
+    two = ranks.run(train, str(tmp_path / "2"), name, None, {"dataloader_num_workers": 1}, nproc=2).check()
+    assert sorted(hosted[0]) == sorted(two[0][0] + two[1][0])

@@ -23,6 +23,7 @@ READ_AT_BEGIN = """
     warmup_steps warmup_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim label_smoothing_factor
     neftune_noise_alpha bf16 fp16 seed data_seed train_sampling_strategy dataloader_drop_last save_total_limit
 """
+COLLATOR = "data_collator"
 STOPS = ("should_epoch_stop", "should_training_stop")  # flags of the control
 HOOKS = """
     _forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _post_accumulate_grad_hooks
@@ -45,6 +46,7 @@ class UserChanges:
         self._run, self._callbacks = run, run.handler.callbacks
         self._datasets = dict(_own_datasets(parts.loader.dataset))
         self._in_datasets = self._of_datasets()
+        self._collator = getattr(parts.loader.collate_fn, "__self__", parts.loader.collate_fn)
         self._begun = 0  # steps of this process
         self._unsaved = self._beside_tensors()
         owners = (*parts.model.modules(), *self._callbacks, *self._datasets.values())
@@ -159,10 +161,11 @@ class UserChanges:
         an extra state, and numbers of callbacks and datasets."""
         found: dict[str, Any] = {}
         callbacks = ((type(each).__name__, each) for each in self._callbacks)
-        for name, owner in (*self._model.named_modules(), *callbacks, *self._datasets.items()):
+        collators = {COLLATOR: self._collator}.items() if hasattr(self._collator, "__dict__") else ()
+        for name, owner in (*self._model.named_modules(), *callbacks, *self._datasets.items(), *collators):
             is_module = isinstance(owner, nn.Module)
             buffers = {key: owner._buffers[key] for key in owner._non_persistent_buffers_set} if is_module else {}
-            plain = is_module and type(owner).get_extra_state is nn.Module.get_extra_state
+            plain = name == COLLATOR or (is_module and type(owner).get_extra_state is nn.Module.get_extra_state)
             for key, value in {**(vars(owner) if plain or not is_module else {}), **buffers}.items():
                 as_list = name in self._datasets and type(value) is list
                 state = id(value) if as_list else self._state_of_value(value, plain=plain)

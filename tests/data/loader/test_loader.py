@@ -372,7 +372,7 @@ def test_only_samples_that_may_draw_are_fetched_with_seeded_generators(
 ) -> None:
     """Seeding three generators, and restoring them, takes longer than a batch of blocks."""
     keys, original = [], fetcher.seeded_generators
-    monkeypatch.setattr(fetcher, "seeded_generators", lambda key: keys.append(key) or original(key))
+    monkeypatch.setattr(fetcher, "seeded_generators", lambda key, *_: keys.append(key) or original(key))
     np.arange(12, dtype=np.uint16).tofile(tmp_path / "ids")
     blocks = PackedBlocks(tmp_path / "ids", "uint16", 12, 3, 0)
     columns = ModelColumns(torch.nn.Identity(), frozenset(ROWS[0]), others_read=False)

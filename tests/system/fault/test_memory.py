@@ -145,7 +145,7 @@ def test_ranks_that_are_killed_stop_go_away_and_come_back_repeat_a_step(
 ) -> None:
     """Four logical ranks, in two to four processes, another number after each fault."""
     folder, steps, chance = tmp_path / "disturbed", 8 * wanted, random.Random(wanted)
-    settings = options(folder, max_steps=steps, data_parallel_replicas=4, step_timeout=4.0)
+    settings = options(folder, max_steps=steps, data_parallel_replicas=4, step_timeout=4.0, save_timeout=8.0)
     settings |= {} if sharding == "data_parallel_size" else {sharding: True}
     whole = ranks.run(PROGRAM, {**settings, "output_dir": str(tmp_path / "whole")}, nproc=4).check()
     folder.mkdir()

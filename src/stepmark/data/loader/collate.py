@@ -99,6 +99,9 @@ class Collation:
         self.pads = isinstance(chosen, PadTo)
         stated = chosen if isinstance(chosen, PadTo) else PadTo(collate_fn=chosen)
         self.collate_fn = stated.collate_fn
+        make_generator = getattr(chosen, "create_rng", None)
+        if make_generator is not None and getattr(chosen, "seed", None) is not None:
+            make_generator()  # which transformers' collators do when they are called, other ones in workers
         self.lengths = stated.checked_lengths()
         self.side = stated.side or str(getattr(processing_class, "padding_side", "right"))
         self.pad_token_id = getattr(processing_class, "pad_token_id", None) or pad_token_id

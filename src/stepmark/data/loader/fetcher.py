@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import random
+import hashlib
+import pickle
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from stepmark.data.loader.batch import MicroBatch
 from stepmark.data.loader.collate import Collation
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.order import Stream, generator
+from stepmark.data.loader.own_state import GLOBAL, generators_of, seed, set_state, state_of
 from stepmark.errors import DataError, StepmarkError
 
 CAUSE = "cause_in_worker"  # an attribute of errors
@@ -45,11 +44,12 @@ class Fetcher(Dataset[MicroBatch]):
         self.collation = collation
         self.labels = labels
         # Seeding three generators and restoring them costs more than copying a batch of blocks does.
+        self._owners = (dataset, collation.collate_fn)
         self._uses_no_random_numbers = collation.collate_fn is None and not getattr(dataset, "draws", True)
 
     def fetch(self, task: MicroTask) -> MicroBatch:
         """The micro-batch, with generators seeded for it. Raises DataError if the dataset or the collator fails."""
-        with nullcontext() if self._uses_no_random_numbers else seeded_generators(task.key):
+        with nullcontext() if self._uses_no_random_numbers else seeded_generators(task.key, *self._owners):
             failed, check = "read", "the dataset"
             try:
                 indices = task.indices[: task.rows] + task.indices[-1:] * task.filler
@@ -98,30 +98,29 @@ class Fetcher(Dataset[MicroBatch]):
         return MicroBatch(inputs, task.rows, self.labels.count(inputs), filled)
 
 
-RandomStates = tuple[Any, Any, Tensor]
+def random_states(*others: Any) -> list[Any]:
+    """States of the global CPU generators of Python, numpy and PyTorch, and of others."""
+    return [state_of(each) for each in (*GLOBAL, *others)]
 
 
-def random_states() -> RandomStates:
-    """States of the global CPU generators of Python, numpy and PyTorch."""
-    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-
-
-def set_random_states(states: RandomStates) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.default_generator.set_state(states[2])
+def set_random_states(states: Sequence[Any], *others: Any) -> None:
+    for each, state in zip((*GLOBAL, *others), states, strict=True):
+        set_state(each, state)
 
 
 @contextmanager
-def seeded_generators(key: Sequence[int]) -> Iterator[None]:
-    """Python's, numpy's and PyTorch's CPU generator seeded from `key`, and restored afterwards."""
-    states = random_states()
-    words = generator(Stream.DRAWS, *key).random_raw(3)
-    random.seed(int(words[0]))
-    np.random.seed(words[1:2].view(np.uint32))
-    # Not torch.manual_seed, which would seed the generators of accelerators as well.
-    torch.default_generator.manual_seed(int(words[2]))
+def seeded_generators(key: Sequence[int], *owners: Any) -> Iterator[None]:
+    """Python's, numpy's and PyTorch's CPU generator seeded from `key`, and restored afterwards. So are the generators
+    that `owners` have, which are seeded from their state, too."""
+    own = generators_of(*owners)
+    states = random_states(*own)
+    words = generator(Stream.DRAWS, *key).random_raw(len(GLOBAL))
+    for place, each in enumerate(GLOBAL):
+        seed(each, words[place : place + 1])
+    for place, each in enumerate(own):
+        digest = hashlib.blake2b(pickle.dumps(state_of(each)), digest_size=8).digest()
+        seed(each, generator(Stream.OWN, *key, place, int.from_bytes(digest)).random_raw(1))
     try:
         yield
     finally:
-        set_random_states(states)
+        set_random_states(states, *own)

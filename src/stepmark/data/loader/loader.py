@@ -105,6 +105,7 @@ class DataLoader:
         collator = collate_fn if pad_to is None else PadTo(pad_to, collate_fn)  # type: ignore[arg-type]
         given: dict[str, Any] = {"labels": rule, "pad_token_id": pad_token_id, "prepare": prepare}
         self._collation = Collation(dataset, collator, processing_class, free=not fixed_shape, **given)
+        self.collate_fn = self._collation.collate_fn
         self._epoch = Epoch(_checked_size(dataset), self.layout.global_batch, drop_last)
         self._groups = None if lengths is None else LengthGroups.of(lengths, self.layout.global_batch)
         self._check()

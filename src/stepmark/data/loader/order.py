@@ -28,6 +28,7 @@ class Stream(IntEnum):
     DRAWS = 2
     MIXTURE = 3
     SOURCE = 4
+    OWN = 5
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 
 from stepmark.data.loader.collate import Collation
-from stepmark.data.loader.fetcher import RandomStates, random_states, seeded_generators
+from stepmark.data.loader.fetcher import random_states, seeded_generators
+from stepmark.data.loader.own_state import generators_of, is_same
 from stepmark.errors import UsageError
 
 
@@ -39,8 +38,8 @@ class StreamLoader:
     the dataset has one.
 
     Its position is a number of samples. A resumed run continues from the dataset's own state (`state_dict`) where that
-    is exact: nothing shuffles in a buffer, whose samples are not part of that state, and reading has not drawn from the
-    global random generators. Otherwise it reads the stream again.
+    is exact: nothing shuffles in a buffer, whose samples are not part of that state, and no random numbers are drawn in
+    reading. Otherwise it reads the stream again.
 
     Args:
         dataset: Iterable more than once; `set_epoch` is called before each epoch where there is one. One that
@@ -88,34 +87,31 @@ class StreamIterator:
         self._loader = loader
         self._taken = 0 if start is None else int(start["samples"])
         self._dataset = _with_own_state(loader.dataset)
-        self._exact = _continues_exactly(loader.dataset)
+        self._exact, self._own = _continues_exactly(loader.dataset), generators_of(self._dataset)
         saved = None if start is None or not self._exact else start["dataset"]
         if saved is not None:
             self._dataset.load_state_dict(saved)
-        self._samples = islice(iter(self._dataset), self._taken if saved is None else 0, None)
+        self._samples = iter(self._dataset)
+        for _ in islice(self._samples, self._taken if saved is None else 0):
+            pass
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        loader, first, before = self._loader, self._taken, random_states()
+        loader, first, before = self._loader, self._taken, random_states(*self._own)
         batch = list(islice(self._samples, loader.batch_size))
         if not batch or (loader.drop_last and len(batch) < loader.batch_size):
             raise StopIteration
         self._taken += len(batch)
-        self._exact = self._exact and _are_same(before, random_states())
-        with seeded_generators((loader.seed, loader.epoch, first)):
+        self._exact = self._exact and is_same(before, random_states(*self._own))
+        with seeded_generators((loader.seed, loader.epoch, first), loader.collation.collate_fn):
             return loader.collation(batch, range(first, self._taken))
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch, as plain values."""
         state = self._dataset.state_dict() if self._exact else None
         return {"epoch": self._loader.epoch, "samples": self._taken, "dataset": state}
-
-
-def _are_same(before: RandomStates, now: RandomStates) -> bool:
-    same_numpy = np.array_equal(before[1][1], now[1][1]) and before[1][2] == now[1][2]
-    return before[0] == now[0] and same_numpy and torch.equal(before[2], now[2])
 
 
 def whole(dataset: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from itertools import count, islice
 from typing import Any
@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch, rows_of
 from stepmark.data.loader.fetcher import random_states, seeded_generators, set_random_states
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.order import BatchLayout
+from stepmark.data.loader.own_state import changed_state, is_same, own_state, parts_of, set_own_state
 from stepmark.data.loader.stream_loader import StreamLoader, whole
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
 from stepmark.runtime.base import map_tensors
@@ -104,8 +105,10 @@ class GivenLoader:
         if self.whole_turns and self._length is not None:
             self._length -= self._length % self._size
         self.has_length = self._length is not None
+        self.collate_fn = loader.collation.collate_fn if isinstance(loader, StreamLoader) else None
         stateless = isinstance(self.dataset, IterableDataset) and not hasattr(self.dataset, "state_dict")
-        self._rereads = stateless or isinstance(loader, StreamLoader) or not hasattr(loader, "load_state_dict")
+        self._rereads = stateless or isinstance(loader, StreamLoader)  # also where the loader has a state
+        self._first = own_state(loader)
         self._position: dict[str, Any] = self._state(0, 0, ended=True)
         self._begun = self._announces = False  # this process has iterated it, and trains
         self._source: Any = None  # the iterator
@@ -126,6 +129,10 @@ class GivenLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Moves to a position. Raises CheckpointMismatch where it is one of another loader."""
         state = dict(state)
+        if "own" not in state:  # an older checkpoint, with torch's generators alone
+            parts = parts_of(self.given)
+            torchs = [str(place) for place, each in enumerate(parts) if isinstance(each, torch.Generator)]
+            state["own"] = dict(zip(torchs, map(bytes.fromhex, state["generators"]), strict=False))
         moves = isinstance(self.given, StreamLoader) and state["loader"] is not None  # its position is in samples
         if moves and state["samples"]:
             state["samples"] = -(-state["loader"]["samples"] // self.given.batch_size)
@@ -159,7 +166,7 @@ class GivenLoader:
     def ahead(self) -> Iterator[StepBatch]:
         """The steps from the position to the end of its epoch, without moving the position."""
         epoch, taken = self._position["epoch"], self._position["samples"]
-        generators = self._position["generators"]
+        begun = self._position["own"]
         batches = self._batches(epoch, taken)
         if self.whole_turns:
             batches = _whole_turns(batches, self._size)
@@ -173,11 +180,11 @@ class GivenLoader:
             group = [following, *islice(batches, self._size * self.layout.accumulation - 1)]
             taken += len(group)
             state = self._loader_state()
+            own = begun if state is None or self._rereads else None
+            after = self._state(epoch, taken, ended=False, loader=state, own=own)
             following = next(batches, None)
             if following is None:
                 after = self._state(epoch + 1, 0, ended=True, loader=state)
-            else:
-                after = {**self._state(epoch, taken, ended=False, loader=state), "generators": generators}
             passed = 1.0 if following is None else taken / self._length if self._length else 0.0
             samples = self._repeats * sum(rows_of(inputs) for inputs in group)
             yield StepBatch(self._mine(group), samples, epoch + min(passed, 1.0), after)
@@ -185,34 +192,30 @@ class GivenLoader:
     def _batches(self, epoch: int, taken: int) -> Iterator[Any]:
         """The loader's batches after the first `taken` of an epoch."""
         stream = _RandomStream((self.seed, epoch, 0))
-        for generator, state in zip(self._generators(), self._position["generators"], strict=True):
-            generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
-        saved = None if self._begun else self._position["loader"]
-        self._begun = True
-        with stream.drawing():
-            told = self.dataset if self._announces else None
-            owners: list[Any] = [self.given, getattr(self.given, "batch_sampler", None), *_samplers(self.given), told]
-            for owner in {id(each): each for each in owners}.values():
+        parts, fresh = parts_of(self.given), not self._begun
+        saved, self._begun = self._position["loader"] if fresh else None, True
+        with self._as_it_began() if fresh or taken else nullcontext(), stream.drawing():
+            sources = (each for each in parts if each is not self.dataset and not isinstance(each, Dataset))
+            for owner in (*sources, self.dataset if self._announces else None):
                 if hasattr(owner, "set_epoch"):
                     owner.set_epoch(epoch)
+                if getattr(owner, "persistent_workers", False) and not hasattr(owner, "state_dict"):
+                    owner._iterator = None  # workers of an earlier epoch go on in its random numbers
             if saved is not None:
                 self.given.load_state_dict(saved)
-            elif getattr(self.given, "persistent_workers", False):
-                self.given._iterator = None  # workers of an earlier epoch would go on in its random numbers
             self._source = source = iter(self.given)
-        if taken and getattr(self.given, "num_workers", 0) and saved is not None:
-            logger.warning(
-                "%s: its state has no random numbers of its workers: where the data draw any, they are others from "
-                "here on than without the stop; set num_workers to 0",
-                type(self.given).__name__,
-            )
-        if taken and saved is None:
-            logger.info("%s has no state_dict: skipping its first %d batches", type(self.given).__name__, taken)
-            for _ in range(taken):
-                with stream.drawing():
-                    next(source, None)
+            if taken and saved is None:
+                logger.info("%s has no state_dict: skipping its first %d batches", type(self.given).__name__, taken)
+                for _ in islice(source, taken):
+                    pass
+            elif taken and getattr(self.given, "num_workers", 0):
+                logger.warning(
+                    "%s: its state has no random numbers of its workers: where the data draw any, they are others from "
+                    "here on than without the stop; set num_workers to 0",
+                    type(self.given).__name__,
+                )
         for place in count(taken):
-            if not self._rereads:
+            if not self._rereads and hasattr(self.given, "load_state_dict"):
                 stream = _RandomStream((self.seed, epoch, place))
             with stream.drawing():
                 try:
@@ -248,7 +251,7 @@ class GivenLoader:
             inputs = self.labels.without(inputs, 0) if isinstance(inputs, dict) else inputs
         return MicroBatch(inputs, rows, self.labels.count(inputs), filled or empty)
 
-    def _state(self, epoch: int, taken: int, *, ended: bool, loader: Any = None) -> dict[str, Any]:
+    def _state(self, epoch: int, taken: int, *, ended: bool, loader: Any = None, own: Any = None) -> dict[str, Any]:
         return {
             "epoch": epoch,
             "samples": taken,
@@ -256,8 +259,8 @@ class GivenLoader:
             "batch_size": getattr(self.given, "batch_size", None),
             "order": ORDER,
             "ended": ended,
-            "generators": [bytes(each.get_state().numpy()).hex() for each in self._generators()],
             "loader": loader,
+            "own": changed_state(self._first, self.given) if own is None else own,
         }
 
     def _loader_state(self) -> Any:
@@ -265,12 +268,20 @@ class GivenLoader:
         owner = self.given if hasattr(inner, "state_dict") else self._source
         return owner.state_dict() if hasattr(owner, "state_dict") and hasattr(inner, "load_state_dict") else None
 
-    def _generators(self) -> list[torch.Generator]:
-        """The user's generators in the loader or its samplers, which draw the order of an epoch."""
-        batch_sampler = getattr(self.given, "batch_sampler", None)
-        owners = (self.given, getattr(self.given, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", 0))
-        found = [getattr(owner, "generator", None) for owner in owners]
-        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+    @contextmanager
+    def _as_it_began(self) -> Iterator[None]:
+        """The user's generators and numbers are those of the position, which the block may move on. What it leaves
+        alone is then what others have set, such as a callback."""
+        saved, others = self._position["own"], changed_state(self._first, self.given)
+        if not saved.keys() <= own_state(self.given).keys():  # maybe some are made when they are needed first
+            next(iter(self.given), None)
+        begun = {**self._first, **saved}
+        set_own_state(begun, self.given)
+        yield
+        now = own_state(self.given)
+        left = {name: each for name, each in others.items() if is_same(now.get(name), begun.get(name))}
+        continues = self._position["loader"] is not None and not self._rereads  # torchdata's moves generators on
+        set_own_state({**left, **(saved if continues else {})}, self.given)
 
 
 def _of_part(inputs: Any) -> Any:
@@ -303,13 +314,12 @@ def _whole_turns(batches: Iterator[Any], size: int) -> Iterator[Any]:
 
 def is_sharded(loader: Any) -> bool:
     """Whether each rank's loader has its own batches, as with DistributedSampler, or after accelerate's `prepare`."""
-    if getattr(getattr(loader, "batch_sampler", None), "num_processes", 1) > 1:
-        return True
-    return any((getattr(sampler, "num_replicas", None) or 1) > 1 for sampler in _samplers(loader))
+    names = ("num_processes", "num_replicas")
+    return any((getattr(each, name, None) or 1) > 1 for each in _samplers(loader) for name in names)
 
 
-def _samplers(loader: Any) -> tuple[Any, Any]:
-    return getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+def _samplers(loader: Any) -> list[Any]:
+    return [each for each in parts_of(loader) if isinstance(each, Sampler)]
 
 
 def _check_samplers(loader: Any, rank: int, world_size: int) -> None:

@@ -1,0 +1,109 @@
+"""What the user's code that makes batches keeps between calls: generators of its own, and numbers."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import random
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GLOBAL: tuple[Any, ...] = (random._inst, np.random.mtrand._rand, torch.default_generator)
+PARTS = (*GENERATORS, DataLoader, Dataset, Sampler)
+INSIDE = ("base_dataloader", "batch_sampler", "collate_fn", "dataset", "sampler")  # also if of another class
+LIBRARIES = ("accelerate", "datasets", "stepmark", "tokenizers", "torch", "torchdata", "transformers")
+
+
+def parts_of(*roots: Any) -> list[Any]:
+    """The objects, and the loaders, datasets, samplers, collators and generators that these are made of, each once and
+    in the same order in every process. Global generators are left out."""
+    found: dict[int, Any] = {id(each): each for each in (None, *GLOBAL)}
+    waiting = list(roots)
+    for each in waiting:
+        if id(each) not in found:
+            found[id(each)] = each
+            waiting += _inside(each)
+    return list(found.values())[1 + len(GLOBAL) :]
+
+
+def _inside(owner: Any) -> Iterator[Any]:
+    if isinstance(owner, partial):
+        yield from (owner.func, *owner.args, *owner.keywords.values())
+    elif inspect.isfunction(owner):
+        names = inspect.getclosurevars(owner)
+        yield from (each for each in (*names.nonlocals.values(), *names.globals.values()) if isinstance(each, PARTS))
+    elif inspect.ismethod(owner):
+        yield owner.__self__
+    else:
+        kept = getattr(owner, "__dict__", {}).items()
+        yield from (each for name, each in kept if name in INSIDE or isinstance(each, PARTS))
+
+
+def generators_of(*roots: Any) -> list[Any]:
+    return [each for each in parts_of(*roots) if isinstance(each, GENERATORS)]
+
+
+def own_state(*roots: Any) -> dict[str, Any]:
+    """By place and name: the states of generators, and the numbers and strings of parts of the user's classes."""
+    found: dict[str, Any] = {}
+    for place, each in enumerate(parts_of(*roots)):
+        if isinstance(each, GENERATORS):
+            found[str(place)] = state_of(each)
+        elif type(each).__module__.partition(".")[0] not in LIBRARIES:
+            values = {**vars(type(each)), **getattr(each, "__dict__", {})}.items()
+            plain = ((name, value) for name, value in values if type(value) in (bool, int, float, str))
+            found |= {f"{place}.{name}": value for name, value in plain if not name.startswith("__")}
+    return found
+
+
+def changed_state(before: Mapping[str, Any], *roots: Any) -> dict[str, Any]:
+    """What of `own_state` is not as it was before."""
+    return {name: value for name, value in own_state(*roots).items() if not is_same(value, before.get(name))}
+
+
+def set_own_state(values: Mapping[str, Any], *roots: Any) -> None:
+    known, parts = own_state(*roots), parts_of(*roots)
+    for key in values.keys() & known.keys():
+        place, _, name = key.partition(".")
+        if name:
+            setattr(parts[int(place)], name, values[key])
+        else:
+            set_state(parts[int(place)], values[key])
+
+
+def is_same(state: Any, other: Any) -> bool:
+    return pickle.dumps(state) == pickle.dumps(other)  # arrays among them
+
+
+def state_of(generator: Any) -> Any:
+    """The state, as values that a checkpoint can have."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)
+
+
+def seed(generator: Any, word: np.ndarray) -> None:
+    """Seeds it with a word, uint64 [1]."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(int(word[0])).state
+    elif isinstance(generator, torch.Generator):  # not torch.manual_seed, which seeds those of accelerators as well
+        generator.manual_seed(int(word[0]))
+    else:
+        generator.seed(word.view(np.uint32) if isinstance(generator, np.random.RandomState) else int(word[0]))
