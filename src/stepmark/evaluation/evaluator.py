@@ -135,9 +135,8 @@ class Evaluator:
         held = 0  # bytes of those
         computed: Any = None
         loss_only = not gather and batch_metrics is None
-        prefetcher = DevicePrefetcher(loader, self.runtime)
         kept = contextlib.nullcontext() if self.runtime.lazy else kept_generators()
-        iterated = contextlib.closing(iter(prefetcher))
+        iterated = contextlib.closing(iter(DevicePrefetcher(loader, self.runtime)))
         with kept, kept_host_generators(), in_phase(EVALUATION), evaluating(self.model), iterated as batches:
             forward = functools.partial(self._forward, loss_only=loss_only, ignore_keys=ignore_keys)
             results = self._results(batches, before_batch, forward)
@@ -325,12 +324,11 @@ class Evaluator:
         for node in sorted({node for node, *_ in reports}):
             here = [(need, free) for need, (on, _, free) in zip(needs, reports, strict=True) if on == node]
             short = shortage([need for need, _ in here], [free for _, free in here], "predictions", "predictions on")
-            if short is None:
-                continue
-            raise PredictionsTooLarge(
-                f"evaluating needs {short}; reduce predictions on the device with preprocess_logits_for_metrics (to "
-                "token ids, for example), or set batch_eval_metrics: true"
-            )
+            if short is not None:
+                raise PredictionsTooLarge(
+                    f"evaluating needs {short}; reduce predictions on the device with preprocess_logits_for_metrics "
+                    "(to token ids, for example), or set batch_eval_metrics: true"
+                )
         return max(needs)
 
     def _gather(self, kept: list[list[SampleRows]], joined: bool) -> SampleRows:

@@ -59,8 +59,7 @@ def predictions_of(outputs: Any, ignored: Sequence[str]) -> Any:
     """All outputs but the loss, caches and `ignored`: alone if it is one, otherwise a tuple in the model's order. None
     without any."""
     if isinstance(outputs, Mapping):
-        left_out = ("loss", CACHE, *ignored)
-        outputs = tuple(value for key, value in outputs.items() if key not in left_out)
+        outputs = tuple(value for key, value in outputs.items() if key not in ("loss", CACHE, *ignored))
     if isinstance(outputs, (tuple, list)):
         held = tuple(filter(holds_tensors, outputs))
         return (held[0] if len(held) == 1 else held) if held else None

@@ -183,8 +183,7 @@ def read_config(folder: Path, trust_remote_code: bool = False, base_model: str |
         return CheckpointMismatch(f"{what}: {first_line(error)}{more}")
 
     with explained(explain):  # parsers and transformers raise many kinds
-        config: PreTrainedConfig = load_config(source, trust_remote_code)
-    return config
+        return load_config(source, trust_remote_code)
 
 
 def needs_code(folder: Path) -> str:
@@ -221,5 +220,4 @@ def _construct(folder: Path, manifest: Manifest, config: PreTrainedConfig, trust
     else:
         raise UsageError(needs_code(folder))
     with torch.random.fork_rng(devices=[]):
-        model: nn.Module = make(config)
-    return model
+        return make(config)

@@ -251,8 +251,7 @@ def trainer_on_stepmark(kind: Any, arguments: type, module: str) -> type:
             "log": lambda self, *given, **options: self._own_log(kind.log, *given, **options),
         }
     metaclass: Any = type(Base)
-    made: type = metaclass(kind.__name__, (kind, Base), namespace)
-    return made
+    return metaclass(kind.__name__, (kind, Base), namespace)
 
 
 def _contradictions_of_trl(args: Any, name: str, given: Mapping[str, Any], *, ranks: int) -> Iterator[str]:

@@ -114,8 +114,7 @@ class Seq2SeqTrainer(Trainer):
         given = {name: value for name, value in inputs.items() if name not in left_out}
         model: Any = self.model
         if not self.context.runtime.lazy:
-            found: Tensor = model.generate(**given, **options)
-            return found
+            return model.generate(**given, **options)
         config = self._generation_config()
         config.update(**options)
         stated = "max_length" in options or model.generation_config.max_length is not None

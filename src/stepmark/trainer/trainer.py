@@ -307,8 +307,7 @@ class Trainer:
 
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
         """Removes a callback, or the first one of a class, and returns it; None where there is none."""
-        removed: TrainerCallback | None = self._callbacks.handler.pop_callback(callback)
-        return removed
+        return self._callbacks.handler.pop_callback(callback)
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Removes a callback, or the first one of a class."""

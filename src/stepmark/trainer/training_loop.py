@@ -380,8 +380,7 @@ class TrainingLoop:
         loader, run_log = self._parts.loader, self._callbacks.run_log
         data = loader.recorded() if isinstance(loader, DataLoader) else {"order": loader.state_dict()["order"]}
         mesh, fingerprint = self._parts.mesh.shape, self._parts.identity["data"]
-        attempt = run_log.attempts()
-        run_log.event(POSITION, self._step, attempt=attempt, loader=data, mesh=mesh, data=fingerprint)
+        run_log.event(POSITION, self._step, attempt=run_log.attempts(), loader=data, mesh=mesh, data=fingerprint)
 
     def _record_resumption(self, restored: Path | None = None) -> None:
         """Adds to the metrics that the steps after this one appear again."""
@@ -418,8 +417,7 @@ class TrainingLoop:
     def _train_epoch(self) -> None:
         show_step(StepPlace(self._step + 1))
         self._parts.loader.announce_epoch()
-        batches = DevicePrefetcher(self._parts.loader, self._parts.context.runtime)
-        with contextlib.closing(iter(batches)) as source:
+        with contextlib.closing(iter(DevicePrefetcher(self._parts.loader, self._parts.context.runtime))) as source:
             for batch in self._monitor.timers.waiting(source):
                 self._train_step(batch)
                 control = self._callbacks.control
@@ -736,10 +734,8 @@ class TrainingLoop:
         if not self._args.save_on_signal:
             yield
             return
-        grace = self._args.signal_grace
-        with PreemptionCoordinator(
-            self._parts.context, grace, self._announce_stop, self._announce_end
-        ) as self._preemption:
+        announce = self._announce_stop, self._announce_end
+        with PreemptionCoordinator(self._parts.context, self._args.signal_grace, *announce) as self._preemption:
             try:
                 yield
             except Exception as error:

@@ -262,9 +262,7 @@ class SequentialSchedule(MicroBatchSchedule):
 
 def autocast_dtype(*, bf16: bool, fp16: bool) -> torch.dtype | None:
     """The type of matrix products that the arguments of these names ask for; None: that of the parameters."""
-    if fp16:
-        return torch.float16
-    return torch.bfloat16 if bf16 else None
+    return torch.float16 if fp16 else torch.bfloat16 if bf16 else None
 
 
 def autocast(runtime: Runtime, dtype: torch.dtype | None, *, sharded: bool = False) -> torch.autocast:

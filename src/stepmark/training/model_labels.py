@@ -151,8 +151,7 @@ def _forward_of(model: nn.Module) -> tuple[type, Any]:
 
 @cache
 def _shifts() -> dict[str, bool]:
-    found: dict[str, bool] = json.loads(SHIFTS.read_text(encoding="utf-8"))
-    return found
+    return json.loads(SHIFTS.read_text(encoding="utf-8"))
 
 
 def shown_shift(model: nn.Module) -> bool | None:
@@ -196,8 +195,7 @@ def _ignored_label(model: nn.Module) -> int:
     config = getattr(model, "config", None)
     if not type(model).__name__.endswith("ForSemanticSegmentation"):
         return IGNORED
-    ignored = getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", IGNORED))
-    return int(ignored)
+    return int(getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", IGNORED)))
 
 
 def _is_ctc(model: nn.Module) -> bool:

@@ -41,8 +41,7 @@ def enable_gradient_checkpointing(model: nn.Module, runtime: Runtime, options: M
         )
     chosen = for_device(options or {}, lazy=runtime.lazy)
     with explained(lambda error: UsageError(f"gradient_checkpointing: {error}"), (ValueError,)):
-        enable: Any = getattr(model, method)
-        enable(**{CHECKPOINTING[method]: chosen})
+        getattr(model, method)(**{CHECKPOINTING[method]: chosen})
     if not chosen[REENTRANT]:
         return
     for module in model.modules():
@@ -106,8 +105,7 @@ def use_attention(model: nn.Module, name: str | None) -> None:
 
 def check_bf16(device: torch.device) -> None:
     """Raises DeviceError where the device does not support bfloat16."""
-    missing = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-    if missing:
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise DeviceError(f"bf16: {torch.cuda.get_device_name(device)} does not support bfloat16; train in float32")
     if device.type not in ("cuda", "cpu", "xla") and not computes_in(device, torch.bfloat16):
         raise DeviceError(f"bf16: {device.type} does not support bfloat16; train in float32")

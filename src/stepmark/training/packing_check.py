@@ -82,8 +82,7 @@ def _try(model: nn.Module, name: str) -> None:
 
 def _logits(model: nn.Module, ids: Tensor, positions: Tensor, sees: Tensor | None) -> Tensor:
     outputs = model(input_ids=ids[None], position_ids=positions[None], attention_mask=sees, use_cache=False)
-    logits: Tensor = outputs.logits[0]
-    return logits
+    return outputs.logits[0]
 
 
 def _refusal(reason: str) -> UsageError:

@@ -67,8 +67,7 @@ class EvaluationRecords:
 
     def sorted(self) -> list[dict[str, Any]]:
         """The last line of each checkpoint, by step; several of one step in the order of writing."""
-        last = {each: line for each, _, line in self._lines()}
-        return sorted(last.values(), key=lambda line: int(line["step"]))
+        return sorted({each: line for each, _, line in self._lines()}.values(), key=lambda line: int(line["step"]))
 
     def _lines(self) -> Iterator[tuple[EvaluationRecord, int, dict[str, Any]]]:
         """Each line of this setup, after its checkpoint and its number in the file."""

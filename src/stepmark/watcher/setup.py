@@ -155,8 +155,7 @@ class EvaluationSetup:
         model.eval()
         with torch.no_grad():
             found = load_function(self.evaluator, "--evaluator")(model, self.tokenizer, context)
-        own = plain_values(found, f"--evaluator {self.evaluator}", only_numbers=True)
-        return with_prefix(own, PREFIX)
+        return with_prefix(plain_values(found, f"--evaluator {self.evaluator}", only_numbers=True), PREFIX)
 
     def _standard(self, model: nn.Module) -> dict[str, float]:
         sets = {name: each.blocks for name, each in self.sets.items()}
@@ -235,8 +234,7 @@ def _read_what_texts_need(
         problem = error
     configs = [os.path.lexists(checkpoint / name) for name in MODEL_CONFIGS]
     there = checkpoint.is_dir() and (problem is None or any(configs))
-    gone = mesh.context.host.all_gather(not there)
-    if any(gone):
+    if not all(mesh.context.host.all_gather(there)):
         raise CheckpointNotFound(f"{checkpoint} was deleted before it was evaluated") from problem
     if problem is not None:
         raise problem

@@ -128,8 +128,7 @@ class PreemptionCoordinator:
         if self._rank == 0:
             self._give_verdict(SAVE if self._left() >= self._save_seconds() else LEAVE)
         with self._changed:
-            while self._verdict is None:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._verdict is not None)
             return self._verdict == SAVE
 
     def seconds_left(self) -> float:
@@ -181,8 +180,7 @@ class PreemptionCoordinator:
                 self.signal_name = self._store.get("request").decode()
                 passed = self._passed
             self._store.set(f"passed/{self._rank}", str(passed))
-            reason = f"{self.signal_name}: stopping"
-            call_with_timeout(RECORDING, lambda: self._announce(reason), None)
+            call_with_timeout(RECORDING, lambda: self._announce(f"{self.signal_name}: stopping"), None)
 
     def _stop(self) -> None:
         while not self._closed:

@@ -42,12 +42,10 @@ class RenamedModel(nn.Module):
         return {name: state[full] for name, full in self.names.items()}
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        found = self.state_dict(keep_vars=True).values()
-        return iter(tensor for tensor in found if isinstance(tensor, nn.Parameter))
+        return (tensor for tensor in self.state_dict(keep_vars=True).values() if isinstance(tensor, nn.Parameter))
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        found = self.state_dict(keep_vars=True).values()
-        return iter(tensor for tensor in found if not isinstance(tensor, nn.Parameter))
+        return (tensor for tensor in self.state_dict(keep_vars=True).values() if not isinstance(tensor, nn.Parameter))
 
 
 class Adapter(RenamedModel):
@@ -111,8 +109,7 @@ def adapter_identity(config: Any) -> dict[str, Any]:
         return value.value if isinstance(value, Enum) else str(value)
 
     values = {name: value for name, value in config.to_dict().items() if name not in MAY_DIFFER}
-    found: dict[str, Any] = json.loads(json.dumps(values, default=plain))
-    return found
+    return json.loads(json.dumps(values, default=plain))
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:

@@ -173,8 +173,7 @@ class RunLog:
         if not self.writes:
             return
         with _lock:
-            stops = self.stop_reason is not None
-            found = recorded_state(state, stops=stops, stays_done=self.stays_done)
+            found = recorded_state(state, stops=self.stop_reason is not None, stays_done=self.stays_done)
             if found is None:
                 return
             if found != state:

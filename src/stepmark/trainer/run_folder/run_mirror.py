@@ -136,8 +136,7 @@ class RunMirror:
     def finish(self, seconds: float = math.inf) -> str | None:
         """Waits until all is uploaded, and returns None; or in words what is not, once that has failed or took so long.
         Collective."""
-        told: str | None = self._on_rank_0(lambda mirror: mirror.finish(seconds))
-        return told
+        return self._on_rank_0(lambda mirror: mirror.finish(seconds))
 
     def complete(self) -> None:
         """The run is done. Collective. Raises StepmarkError where something of it cannot be uploaded."""

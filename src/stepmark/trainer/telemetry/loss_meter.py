@@ -36,8 +36,7 @@ class ExpertLoadMeter:
         return taken
 
     def state_dict(self) -> list[int]:
-        tokens: list[int] = self._sums.tolist()
-        return tokens
+        return self._sums.tolist()
 
     def load_state_dict(self, tokens: list[int]) -> None:
         self._sums = torch.tensor(tokens, dtype=torch.int64)

@@ -70,9 +70,8 @@ def flops_per_token(model: nn.Module, length: int) -> float | None:
     of experts those that a token goes through.
     """
     config: Any = getattr(model, "config", None)
-    if config is None or not hasattr(config, "get_text_config"):
-        return None
-    if config.get_text_config() is not config or active_experts(config) is None:
+    is_text = hasattr(config, "get_text_config") and config.get_text_config() is config
+    if not is_text or active_experts(config) is None:
         return None
     names = "num_hidden_layers", "num_attention_heads", "hidden_size"
     sizes: list[Any] = [getattr(config, name, None) for name in names]
@@ -156,9 +155,7 @@ class TotalFlos:
 
     @functools.cached_property
     def per_token(self) -> int:
-        if not hasattr(self._model, "num_parameters"):
-            return 0
-        return 6 * complete_size(self._model).outside_embeddings
+        return 6 * complete_size(self._model).outside_embeddings if hasattr(self._model, "num_parameters") else 0
 
     def tokens(self, batch: StepBatch) -> float:
         """The tokens of a step on all ranks, assuming that samples are on average as long as on this one."""

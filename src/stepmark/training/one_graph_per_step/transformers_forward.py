@@ -260,8 +260,7 @@ def _replace_histogram() -> None:
     def histc(input: Tensor, bins: int = 100, min: float = 0, max: float = 0, **options: Any) -> Tensor:
         counts = min == 0 and max in (bins - 1, bins) and not input.is_floating_point()
         if not (counts and is_recorded(input)):
-            found: Tensor = original(input, bins, min, max, **options)
-            return found
+            return original(input, bins, min, max, **options)
         return (input.reshape(-1, 1) == torch.arange(bins, device=input.device)).sum(0, dtype=input.dtype)
 
     torch.histc = histc  # type: ignore[assignment]
