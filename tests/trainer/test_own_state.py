@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset as HubDataset
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler
 
 from stepmark import Trainer, TrainingArguments
@@ -164,6 +165,12 @@ class Restores:
         self.batch = state["batch"]
 
 
+def rows_by_rank() -> Any:
+    columns = {"input_ids": torch.arange(SAMPLES * LENGTH).view(SAMPLES, LENGTH).tolist()}
+    columns["labels"] = columns["input_ids"]
+    return HubDataset.from_dict(columns).with_format("torch").shuffle(seed=int(os.environ.get("RANK", "0")))
+
+
 def stack(rows: list[Any]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
@@ -228,6 +235,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None, Callable[[An
     "loader with a state, of data that draw": (partial(Drawing, "torch"), None, Restores),
     "loader with a state and workers": (Rows, None, partial(Restores, num_workers=1)),
     "ranks count differently": (CountsByRank, None, None),
+    "ranks have other rows": (rows_by_rank, None, None),
     "collator keeps a list": (Rows, Leaves, None),
     "sampler counts": (Rows, None, lambda data: loader(data, sampler=Order())),
     "sampler draws": (Rows, None, lambda data: loader(data, sampler=Order(np.random.RandomState(1)))),
@@ -241,7 +249,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None, Callable[[An
     "wrapped loader": (Rows, None, lambda data: Wrapper(loader(data, shuffle=True, generator=GENERATORS["torch"]()))),
 }
 
-TOLD = ("loader with a state and workers", "ranks count differently", "collator keeps a list")
+TOLD = ("loader with a state and workers", "ranks count differently", "collator keeps a list", "ranks have other rows")
 
 
 class Sees(Trainer):
@@ -309,6 +317,12 @@ def test_what_cannot_be_restored_is_told(tmp_path: Path, ranks: Ranks) -> None:
     assert "differs between ranks" in first[2][0]
     (kept,) = train(str(tmp_path / "3"), "collator keeps a list")[2]
     assert kept.startswith("data_collator.left: changed by training, and in no checkpoint")
+
+
+def test_ranks_that_have_other_rows_are_refused(tmp_path: Path, ranks: Ranks) -> None:
+    outcome = ranks.run(train, str(tmp_path / "1"), "ranks have other rows", nproc=2)
+    assert all(outcome.codes)
+    assert all("train_dataset: is another one on some ranks" in log for log in outcome.logs)
 
 
 def test_other_seeds_of_a_generator_draw_other_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

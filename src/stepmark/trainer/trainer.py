@@ -633,7 +633,12 @@ class Trainer:
         with nullcontext() if stages is None else stages.complete():
             self.create_optimizer_and_scheduler(total_steps)
         optimizer = self._optimizers.of_step(self.model, self.args, self.mesh, self.optimizer, self.lr_scheduler)
-        dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
+        own, dataset = self.identity(), self.train_dataset if self.eval_dataset is None else self.eval_dataset
+        if any(each != own["data"] for each in self.context.host.all_gather(own["data"])):
+            raise UsageError(
+                "train_dataset: is another one on some ranks; give all of them the whole, as each takes its part, and "
+                "shuffle it with a seed"
+            )
         own_loss = self.compute_loss if self._overridden("compute_loss") else self.compute_loss_func
         return TrainingComponents(
             args=self.args,
@@ -653,7 +658,7 @@ class Trainer:
                 self._hooks.around_passes if self._overridden("training_step") else None,
             ),
             total_steps=total_steps,
-            identity=self.identity(),
+            identity=own,
             data=getattr(self.train_dataset, "description", None),
             evaluation=RunOptions.of_training(
                 self.args,

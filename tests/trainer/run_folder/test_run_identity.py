@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from torch import nn
 
 from stepmark.data.tokenize.tokenizer import byte_tokenizer
@@ -65,3 +66,20 @@ def test_how_a_tokenizer_was_called_last_is_no_part_of_a_run() -> None:
     assert used.backend_tokenizer.truncation is not None, "it is left alone"
     used.add_tokens(["another"])
     assert tokenizer_digest(used) != before
+
+
+def test_rows_in_another_order_are_other_data() -> None:
+    data = Dataset.from_dict({"x": list(range(40)), "text": [str(each) for each in range(40)]})
+
+    def described(dataset: Dataset) -> dict[str, Any]:
+        return {"data": identity(nn.Linear(1, 1), None, dataset, 0, 0)["data"]}
+
+    saved = described(data.shuffle(seed=1))
+    check_same_run(
+        saved, described(data.shuffle(seed=1).with_transform(lambda rows: {"n": [0] * len(rows["x"])})), "here"
+    )
+    check_same_run({"data": {"samples": 40}}, saved, "here")  # of an earlier version
+    with pytest.raises(CheckpointMismatch, match="other rows, or another order, as of a shuffle without a seed"):
+        check_same_run(saved, described(data.shuffle(seed=2)), "here")
+    with pytest.raises(CheckpointMismatch, match="samples was 40 and is now 39"):
+        check_same_run(saved, described(data.select(range(39))), "here")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from stepmark.errors import CheckpointMismatch
 
 _CHECKSUMS = {
     "data": "training data have changed",
+    "data, stored_rows": "training data have changed: other rows, or another order, as of a shuffle without a seed",
     "tokenizer": "tokenizer has changed: it has other tokens or options",
 }
 SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -22,11 +24,10 @@ MAY_DIFFER = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "
 
 def identity(model: nn.Module, processing_class: Any, dataset: Any, seed: int, data_seed: int) -> dict[str, Any]:
     """Plain values that are saved with each checkpoint and compared on resuming."""
-    samples = len(dataset) if hasattr(dataset, "__len__") else None
     return {
         "model": _model(model),
         "tokenizer": tokenizer_digest(processing_class),
-        "data": getattr(dataset, "fingerprint", None) or {"samples": samples},
+        "data": getattr(dataset, "fingerprint", None) or _data(dataset),
         "seed": seed,
         "data_seed": data_seed,
     }
@@ -68,8 +69,9 @@ def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any] | None
     """The first difference by name; only fields that both versions of a transformers configuration have count."""
     if not isinstance(before, dict) or not isinstance(now, dict):
         return None if before == now else (name, before, now)
+    older = "stored_rows" in now and "stored_rows" not in before  # of data
     of_transformers = "model_type" in before and "model_type" in now
-    keys = {*before} & {*now} if of_transformers else {*before, *now}
+    keys = {*before} & {*now} if of_transformers or older else {*before, *now}
     found = (_difference(f"{name}, {key}", before.get(key), now.get(key)) for key in sorted(keys - MAY_DIFFER))
     return next((each for each in found if each is not None), None)
 
@@ -81,6 +83,17 @@ def _model(model: nn.Module) -> dict[str, Any]:
         return {"class": type(model).__name__, **json.loads(json.dumps(values, default=str))}
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     return {"class": type(model).__name__, **shapes}
+
+
+def _data(dataset: Any) -> dict[str, Any]:
+    """The number of samples; of a Hugging Face dataset, also a checksum of up to 16 rows as they are stored."""
+    found: dict[str, Any] = {"samples": len(dataset) if hasattr(dataset, "__len__") else None}
+    library = sys.modules.get("datasets")
+    if library is not None and isinstance(dataset, library.Dataset) and len(dataset):
+        stored = dataset.with_format("arrow")
+        rows = [stored[place].to_pylist() for place in range(0, len(dataset), -(-len(dataset) // 16))]
+        found["stored_rows"] = hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
+    return found
 
 
 def tokenizer_digest(processing_class: Any) -> str | None:
