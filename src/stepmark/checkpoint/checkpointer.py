@@ -130,8 +130,7 @@ class Checkpointer:
         if (self.folder / MANIFEST).exists():
             raise UsageError(f"folder: {folder} is a checkpoint; give the folder around it, and name it to `restore`")
         self._mirror: Mirror | None = None  # of an address, on rank 0
-        longest = max(save_timeout, CLAIMING, APART) + MARGIN
-        self._group = group or HostGroup.of_processes(timedelta(seconds=longest))
+        self._group = group or HostGroup.of_processes(timedelta(seconds=max(save_timeout, CLAIMING, APART) + MARGIN))
         self._timed_group = TimedGroup(self._group, save_timeout)
         self._runtime = runtime
         self._async = async_save

@@ -110,7 +110,7 @@ def pinned_memory(size: int) -> Tensor:
         memory, runtime = _touched(size), torch.cuda.cudart()
         if int(runtime.cudaHostRegister(memory.data_ptr(), size, _PORTABLE)) == 0:
             lent: NDArray[np.uint8] = np.frombuffer(memory.numpy().data, dtype=np.uint8)
-            weakref.finalize(lent, _unregister, runtime, memory).atexit = False
+            weakref.finalize(lent, lambda: runtime.cudaHostUnregister(memory.data_ptr())).atexit = False
             return torch.from_numpy(lent)
         with contextlib.suppress(RuntimeError):  # the next kernel would report the error
             torch.zeros(1, device="cuda")
@@ -119,10 +119,6 @@ def pinned_memory(size: int) -> Tensor:
     except RuntimeError as error:
         logger.warning("%s of host memory cannot be page-locked, so saves take longer: %s", _gib(size), error)
         return _touched(size)
-
-
-def _unregister(runtime: Any, memory: Tensor) -> None:
-    runtime.cudaHostUnregister(memory.data_ptr())
 
 
 def host_memory(size: int) -> Tensor:

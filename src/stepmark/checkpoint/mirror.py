@@ -222,9 +222,7 @@ class Mirror:
         if not self._tidy:
             self._place.tidy()
             self._tidy = True
-        if time.monotonic() - self._pushed < PUSH:
-            return False
-        return self._push()
+        return time.monotonic() - self._pushed >= PUSH and self._push()
 
     def _missing(self) -> list[int]:
         """The steps that are not in the bucket as they are here, newest first. Of those that were sent, only the newest

@@ -156,9 +156,7 @@ class FolderPlace:
         names: list[str] = []
         for path in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
             if not path.name.startswith(".") and not path.is_symlink() and not _is_checkpoint(path.name):
-                inside = [path.name]
-                if path.is_dir():
-                    inside = [f"{path.name}/{name}" for name in files.regular_files(path)]
+                inside = [*files.regular_files(path, f"{path.name}/")] if path.is_dir() else [path.name]
                 names += [] if any(map(_is_of_run, inside)) else inside
         found = {BEST: _other(self._folder / BEST)} if best_step(self._folder) is not None else {}
         for name in names:
@@ -484,10 +482,9 @@ def copy_checkpoint(
         raise CheckpointDamaged(f"{where}/{MANIFEST} is of step {manifest.step} and save {manifest.save}; verify it")
     unlisted = {name: each for name, each in source.unlisted(manifest).items() if is_file_name(name)}
     count = len(manifest.files) + len(unlisted) + 1
-    try:
+    there = None
+    with suppress(CheckpointNotFound):
         there = destination.manifest(step)
-    except CheckpointNotFound:
-        there = None
     if there == data:
         return Copied(step, count, 0)
     if there is not None and not replaces:
@@ -528,8 +525,7 @@ def missing_others(others: dict[str, Other], there: dict[str, Other]) -> dict[st
     return {
         name: each
         for name, each in others.items()
-        if is_file_name(name)
-        and ((known := there.get(name)) is None or known.time <= each.time or known.size != each.size)
+        if (known := there.get(name)) is None or known.time <= each.time or known.size != each.size
     }
 
 

@@ -274,8 +274,7 @@ def _add_others(section: Section, divided_by: str | None) -> None:
         section.values["keys"] = section.encode(keys, (section.name, "keys"))
     hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict or hooks:
-        torchs = ("state", "param_groups")
-        own = {key: value for key, value in optimizer.state_dict().items() if key not in torchs}
+        own = {key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")}
         if own:
             section.values["own"] = section.encode(own, (section.name, "own"))
     added = {name: entry.tensor for name, entry in section.entries.items() if name not in known}

@@ -159,8 +159,7 @@ class SavedStateDict(StateDict):
         values = {key: leaf.value for key, leaf in rest.items() if key not in taken}
         name = next(name for name in (_REST + number * "-" for number in count()) if name not in sections)
         sections[name] = Section(name, "nested", f"{STATE}/{name}", values)
-        encoded = sections[name].encode(values, (_REST,))
-        sections[name].values = {"prefix": "", "value": encoded, KINDS: kinds}
+        sections[name].values = {"prefix": "", "value": sections[name].encode(values, (_REST,)), KINDS: kinds}
         for section in sections.values():  # replicas of DTensors are the same; of others, buffers may differ
             for key in section.entries.keys() - section.dtensors.keys():
                 entry = section.entries[key]

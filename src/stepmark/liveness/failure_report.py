@@ -97,8 +97,7 @@ class FailureReport:
 
     def leave(self, folder: str | os.PathLike[str]) -> None:
         """Writes the report atomically into the supervisor's folder."""
-        target = Path(folder) / f"rank-{self.rank}.json"
-        files.replace_file(target, json.dumps(asdict(self)).encode())
+        files.replace_file(Path(folder) / f"rank-{self.rank}.json", json.dumps(asdict(self)).encode())
 
     def keep(self, folder: Path) -> None:
         """Appends the traceback to `failures/rank-N.txt` in the run's folder, if that can be written."""
@@ -140,8 +139,7 @@ def _without_traceback(text: str) -> str:
 
 def is_permanent(error: BaseException) -> bool:
     """Whether the same call would fail in the same way."""
-    permanent = isinstance(error, _PERMANENT) and not isinstance(error, DataWorkerLost)
-    return permanent and not is_trouble(error)
+    return isinstance(error, _PERMANENT) and not isinstance(error, DataWorkerLost) and not is_trouble(error)
 
 
 def describe_lost_peer(text: str, who: str = "another rank") -> str:

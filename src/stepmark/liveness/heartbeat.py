@@ -151,8 +151,7 @@ class HeartbeatMonitor:
             return False
         if not stat.S_ISREG(status.st_mode):  # not a run's
             return False
-        time_of_file = status.st_mtime_ns
-        if self._silence.seconds({path: time_of_file})[path] >= STALE:
+        if self._silence.seconds({path: status.st_mtime_ns})[path] >= STALE:
             return False
         return True if path in self._silence.changed else None
 

@@ -103,8 +103,7 @@ def innermost(places: Sequence[CodeLocation]) -> str:
     """The innermost function of a thread that is neither torch's nor Python's own, with file and line."""
     if not places:
         return "an unknown place"
-    other = (each for each in places if not _is_library(each) and "/torch/" not in each.file)
-    found = next(other, places[0])
+    found = next((each for each in places if not _is_library(each) and "/torch/" not in each.file), places[0])
     path = Path(found.file)
     shown = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path.name
     return f"{found.function} ({shown}, line {found.line})"

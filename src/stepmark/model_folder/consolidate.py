@@ -121,7 +121,7 @@ def _consolidate_one(
     tensors = as_written(tensors, values.get(WRITTEN) if isinstance(values, dict) else None)
     for tensor in tensors.values():
         tensor.check()
-    model = weight_files(tensors, group, form, max_size if merge is None else UNLIMITED)
+    planned = weight_files(tensors, group, form, max_size if merge is None else UNLIMITED)
     # Config, generation config, tokenizer: no tensors, and not about the run or the old shards.
     left_out = _OF_A_RUN if merge is None else {*_OF_A_RUN, "README.md"}  # the adapter's
     named = [entry for entry in manifest.files if entry.header is None and entry.name not in left_out]
@@ -129,7 +129,6 @@ def _consolidate_one(
     config, reader = ("adapter_config.json", "peft") if group == ADAPTER else ("config.json", "transformers")
     if not any(entry.name == config for entry in others):
         listener.warn(f"{checkpoint} has no {config}; {reader} needs one beside the weights")
-    planned: list[OutputFile] = [*model]
     planned += [CopiedFile(entry.name, check_size(checkpoint, entry), entry.digest) for entry in others]
     if evaluation := decode_plain(manifest.metadata).get(EVALUATION):
         planned.append(DataFile(EVALUATION_FILE, json.dumps(evaluation, indent=2).encode()))

@@ -210,8 +210,7 @@ def _truncated(path: Path, end: int) -> CheckpointDamaged:
 
 def _strided(data: Any, offset: int, array: StoredArray) -> Elements:
     size = item_size(array.dtype)
-    strides = tuple(stride * size for stride in array.strides)
-    return np.ndarray(array.shape, f"u{size}", data, offset, strides)
+    return np.ndarray(array.shape, f"u{size}", data, offset, tuple(stride * size for stride in array.strides))
 
 
 def run_start(piece: Piece, shape: Shape) -> int:

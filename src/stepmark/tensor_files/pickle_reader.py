@@ -18,7 +18,7 @@ from pathlib import Path
 from struct import unpack
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from stepmark.checkpoint.format.dtypes import DTYPES, item_size
+from stepmark.checkpoint.format.dtypes import dtype_name, item_size
 from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import StoredArray
@@ -190,12 +190,10 @@ class _Machine(pickle._Unpickler):
         self.append(bytearray(self.read(size)))
 
     def make_dict(self) -> None:
-        items = self.pop_mark()
-        self.append(_set_items({}, items))
+        self.append(_set_items({}, self.pop_mark()))
 
     def make_frozenset(self) -> None:
-        items = self.pop_mark()
-        self.append(frozenset(map(_key, items)))
+        self.append(frozenset(map(_key, self.pop_mark())))
 
     def add_items(self) -> None:
         items = self.pop_mark()
@@ -253,7 +251,7 @@ def _key(value: Any, depth: int = 0) -> Any:
 @cache
 def _known(name: str) -> PickledName:
     """Raises CheckpointError, which names the class, for one that no known format has."""
-    dtype = name.startswith("torch.") and dtype_of(name) is not None
+    dtype = name.startswith("torch.") and dtype_name(name) is not None
     if dtype or name in _FUNCTIONS or name in _NAMES or storage_dtype(name) is not None:
         return PickledName(name)
     raise CheckpointError(
@@ -267,12 +265,6 @@ def storage_dtype(name: str) -> str | None:
     """safetensors' name of the elements of one of torch's storage classes, None for another class."""
     head, _, short = name.rpartition(".")
     return STORAGES.get(short.removesuffix("Storage")) if head in ("torch", "torch.cuda", "torch.storage") else None
-
-
-def dtype_of(name: str) -> str | None:
-    """safetensors' name of one of torch's dtypes, such as `torch.float32`; None for another name."""
-    short = name.removeprefix("torch.")
-    return next((key for key, (_, torch_name) in DTYPES.items() if torch_name == short), None)
 
 
 def _made(kind: Any, arguments: Any) -> Any:
@@ -336,7 +328,7 @@ def _rebuilt_with_dtype(
 ) -> StoredArray:
     if not isinstance(storage, StorageBytes) or not isinstance(dtype, PickledName):
         raise TypeError("a tensor without a storage or dtype")
-    name = dtype_of(dtype.name)
+    name = dtype_name(dtype.name)
     if name is None:
         raise CheckpointError(f"a tensor has the dtype {dtype.name}, which checkpoints cannot hold")
     return _rebuilt(storage._replace(dtype=name), offset, size, stride, grad, hooks, *rest)

@@ -17,10 +17,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from stepmark.checkpoint.format.dtypes import dtype_name
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import StoredArray
-from stepmark.tensor_files.pickle_reader import PickledName, PickledObject, StorageBytes, dtype_of, read_pickle
+from stepmark.tensor_files.pickle_reader import PickledName, PickledObject, StorageBytes, read_pickle
 from stepmark.tensor_files.records import Record
 from stepmark.tensor_files.source_files import inside, naming, open_file
 
@@ -271,4 +272,4 @@ def _missing(path: Path, number: int, entry: Any) -> Missing:
     dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
     sizes = tuple(shape) if isinstance(shape, list | tuple) and all(type(size) is int for size in shape) else None
     place = path.with_name(f"{path.name}.tensors") / f"tensor_{number}.pt"
-    return Missing(place, dtype_of(dtype.name) if isinstance(dtype, PickledName) else None, sizes)
+    return Missing(place, dtype_name(dtype.name) if isinstance(dtype, PickledName) else None, sizes)

@@ -130,10 +130,9 @@ def _take(bucket: Bucket, identity: dict[str, Any], clock: Clock) -> str:
 
 
 def _read(data: bytes) -> dict[str, Any]:
-    try:
+    content = None
+    with suppress(ValueError):
         content = parse_json(data)
-    except ValueError:
-        content = None
     return content if isinstance(content, dict) else {"run": "unknown"}
 
 

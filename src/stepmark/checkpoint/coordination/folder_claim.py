@@ -26,7 +26,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,17 +114,16 @@ class FolderClaim:
         _discard(heartbeat, hidden, taken)  # there is a later term
         return None
 
-    def _remove_leftovers(self, folder: Path, dead: Iterable[Path]) -> None:
+    def _remove_leftovers(self, folder: Path, dead: list[Path]) -> None:
         """Removes the claims of these dead runs, earlier terms, attempts to claim the folder (whose runs then find it
         taken), and the files of unfinished saves."""
         assert self._term is not None
         self._check_ownership(folder)
-        judged = set(dead)
         for other in sorted((folder / COORDINATION).iterdir()):
             number, ours = _term_of(other), _CLAIM.match(other.name)
             if other == self.folder or other.is_symlink() or not other.is_dir() or (number is None and not ours):
                 continue
-            if other in judged or (number < self._term if number is not None else other.name.startswith(".")):
+            if other in dead or (number < self._term if number is not None else other.name.startswith(".")):
                 _remove(other)
         self._check_ownership(folder)
         for leftover in () if extracting_graphs() else recover(folder):
@@ -203,13 +202,8 @@ def _wait_for_death(folder: Path, owner: str | None, monitor: HeartbeatMonitor) 
         waited = running_time() - began
         if waited - reported >= _REPORT:
             reported = waited
-            left = max(1.0, STALE - waited)
-            logger.warning(
-                "waiting %.0f s to see whether another run%s that claims %s is alive",
-                left,
-                _location(undecided),
-                folder,
-            )
+            left, where = max(1.0, STALE - waited), _location(undecided)
+            logger.warning("waiting %.0f s to see whether another run%s that claims %s is alive", left, where, folder)
         time.sleep(_POLL)
 
 

@@ -155,10 +155,9 @@ def _remove_or_leave(path: Path) -> bool:
     open on NFS, or permissions were revoked) it stays, under a name that is never renamed back to a checkpoint's."""
     try:
         files.remove_tree(path)
+        return True
     except OSError as error:
         logger.warning("%s cannot be deleted; the next run on this folder tries again: %s", path, error)
-    else:
-        return True
     if path.name.startswith(_REPLACED):
         try:
             files.rename(path, path.with_name(_DELETED + path.name.removeprefix(_REPLACED)))
@@ -178,10 +177,9 @@ def delete(path: Path, save: str, unless: Callable[[], bool]) -> bool:
     finally:
         if kept:
             files.rename(hidden, path)
-    if kept:
-        return False
-    remove_temporary(hidden)
-    return True
+    if not kept:
+        remove_temporary(hidden)
+    return not kept
 
 
 def quarantine(path: Path, why: str = DAMAGED) -> Path:

@@ -38,8 +38,8 @@ def item_size(dtype: str) -> int:
     return DTYPES[dtype][0]
 
 
-def dtype_name(dtype: torch.dtype) -> str | None:
-    """The safetensors name of a torch dtype, None where it has none (complex128, quantized types)."""
+def dtype_name(dtype: torch.dtype | str) -> str | None:
+    """The safetensors name of a torch dtype or of its name, None where it has none (complex128, quantized types)."""
     return _NAMES.get(str(dtype).removeprefix("torch."))
 
 

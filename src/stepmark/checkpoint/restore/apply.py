@@ -97,10 +97,8 @@ def _set_hyperparameter(group: dict[str, Any], key: str, value: Any, runtime: Ru
         if not saved.equal(shared.setdefault(id(live), saved)):
             group[key] = live = runtime.place(saved.clone()) if live.device.type != "cpu" else saved.clone()
         runtime.write(live, saved)
-    elif isinstance(live, float | int) and isinstance(value, Tensor):
-        group[key] = value.item()
     else:
-        group[key] = value
+        group[key] = value.item() if isinstance(live, float | int) and isinstance(value, Tensor) else value
 
 
 def set_other_keys(optimizer: torch.optim.Optimizer, where: str, values: Any) -> None:
@@ -140,8 +138,7 @@ def load_extra(module: nn.Module, where: str, values: Mapping[str, Any]) -> None
             module.load_state_dict(state)
             return
         for name, value in values.items():
-            owner = module.get_submodule(name.removesuffix("_extra_state").removesuffix("."))
-            owner.set_extra_state(value)
+            module.get_submodule(name.removesuffix("_extra_state").removesuffix(".")).set_extra_state(value)
     except RuntimeError as error:
         raise CheckpointMismatch(
             f"{where}: the module's load_state_dict() rejects what its state_dict() had saved, "

@@ -118,8 +118,7 @@ class ReadPlan:
 
 def tensor_names(encoded: Any) -> list[str]:
     """The names of the tensors that an encoded value refers to."""
-    found = (item["v"] for item in dicts_in(encoded) if item.get(TAG) == "tensor")
-    return list(dict.fromkeys(map(str, found)))
+    return list(dict.fromkeys(str(item["v"]) for item in dicts_in(encoded) if item.get(TAG) == "tensor"))
 
 
 def reference(name: str) -> dict[str, str]:

@@ -95,8 +95,7 @@ def model_index(plan: SavePlan) -> bytes | None:
     if len(model_files) < 2 or not all(tensor.slice.is_full(tensor.shape) for tensor, _ in tensors):
         return None
     weight_map = {tensor.name: name for tensor, name in tensors}
-    size = sum(file.data_size for file in model_files)
-    return weight_index(size, weight_map)
+    return weight_index(sum(file.data_size for file in model_files), weight_map)
 
 
 def weight_index(size: int, weight_map: Mapping[str, str]) -> bytes:

@@ -371,8 +371,7 @@ def _by_boxes(part: Part, source: Tensor) -> Part:
     """The same part, by its offsets where it lies in host memory that is not in row-major order: otherwise the complete
     tensor would be copied first."""
     tensor_slice = part.slice
-    if source.device.type != "cpu" or source.is_contiguous():
-        return part
-    if part.at != tensor_slice.start or tensor_slice.box.lengths != tuple(source.shape):
+    in_order = source.device.type != "cpu" or source.is_contiguous()
+    if in_order or part.at != tensor_slice.start or tensor_slice.box.lengths != tuple(source.shape):
         return part
     return Part(tensor_slice, (0,) * source.dim())

@@ -52,8 +52,7 @@ class SaveWriter:
         more.
         """
         self.copies.run(memory, self.threads)  # first: the next update must not wait for a file system
-        checksums = self._write(memory)
-        self._finalize_files(checksums)
+        self._finalize_files(self._write(memory))
         committed = self._commit()
         self.operation.leave()
         return committed
@@ -89,8 +88,7 @@ class SaveWriter:
         written = ("written", {share.rank for file in self.plan.files for share in file.shares})
         finalized = ("finalized", {file.finalizer for file in self.plan.files})
         if self.rank != 0:
-            posted = self.operation.wait("committed", [0], [written, finalized])
-            return Path(posted[0]), None
+            return Path(self.operation.wait("committed", [0], [written, finalized])[0]), None
         posts = self.operation.wait("finalized", finalized[1], [written])
         headers = {int(index): checksum for post in posts.values() for index, checksum in post.items()}
         path, size = self.commit.run(self.temporary, self.plan, headers)
