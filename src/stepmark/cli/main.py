@@ -104,12 +104,11 @@ def _check_not_gone(arguments: Sequence[str]) -> None:
 
 def _output_is_closed() -> bool:
     """Whether stdout is a pipe whose reader has gone."""
-    try:
+    with contextlib.suppress(OSError, ValueError):  # no descriptor behind it
         pipe = select.poll()
         pipe.register(sys.stdout.fileno(), select.POLLOUT)
         return any(events & select.POLLERR for _, events in pipe.poll(0))
-    except (OSError, ValueError):  # no descriptor behind it
-        return False
+    return False
 
 
 def _fail(error: BaseException, with_traceback: bool) -> int:

@@ -15,12 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folders", metavar="FOLDER", type=Path, nargs="+", help="a run's output_dir, or a folder that contains runs")
     add("--compare", metavar="FOLDER", type=Path, nargs="+", default=[], help="the same as further folders")
-    add(
-        "--out",
-        metavar="FILE",
-        type=Path,
-        help="file to write (default: report.html in the first folder; here for an address)",
-    )
+    page = "file to write (default: report.html in the first folder; here for an address)"
+    add("--out", metavar="FILE", type=Path, help=page)
     add("--csv", metavar="FOLDER", type=Path, help="also write all points of every figure as CSV files")
 
 

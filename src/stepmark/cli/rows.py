@@ -54,9 +54,8 @@ def run(parsed: argparse.Namespace) -> int:
     if rows.missing is not None:
         print(printable(rows.missing), file=sys.stderr)
     if last > trained:
-        print(
-            f"the last step on record is {trained}; later ones train these samples if nothing changes", file=sys.stderr
-        )
+        later = "later ones train these samples if nothing changes"
+        print(f"the last step on record is {trained}; {later}", file=sys.stderr)
     return 0
 
 

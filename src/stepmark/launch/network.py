@@ -62,5 +62,4 @@ def _addresses(interface: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Add
 
 def _parse(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     parsed = ipaddress.ip_address(address.split("%")[0])
-    mapped = getattr(parsed, "ipv4_mapped", None)
-    return parsed if mapped is None else mapped
+    return getattr(parsed, "ipv4_mapped", None) or parsed

@@ -67,8 +67,7 @@ class StepBoard:
 
 def show_step(place: StepPlace) -> None:
     """Shows this rank's current place to its heartbeats, and to the supervisor if there is one."""
-    progress = current()
-    if progress is not None:
+    if (progress := current()) is not None:
         progress.at_step(place.step)
     if (board := _open_board()) is not None:
         _FORMAT.pack_into(board, _FORMAT.size * int(os.environ["RANK"]), *astuple(place))

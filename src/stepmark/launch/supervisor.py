@@ -271,8 +271,7 @@ class _Ranks:
         `signal_grace` plus GRACE_SECONDS."""
         deadline = None
         while any(process.poll() is None for process in self._processes):
-            if self._first_exit is None:
-                self._first_exit = self._find_failed()
+            self._first_exit = self._first_exit or self._find_failed()
             if self._first_exit is not None and self._first_exit[1] == INTERRUPTED:
                 self.expect_end()
             elif self._first_exit is not None and deadline is None:

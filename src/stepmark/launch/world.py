@@ -162,13 +162,10 @@ def number_in(environment: Mapping[str, str], name: str, default: int | None = N
 
 def node_names(nodelist: str) -> tuple[str, ...]:
     """The hosts of a Slurm node list such as `trn[003-005,9],head`; only the first, `trn003`, without scontrol."""
-    try:
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
         names = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True)
-        found = tuple(names.stdout.split())
-    except (OSError, subprocess.CalledProcessError):
-        found = ()
-    if found:
-        return found
+        if found := tuple(names.stdout.split()):
+            return found
     first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodelist)  # up to the first comma outside brackets
     if first is None:
         raise LaunchError(f"cannot find the first host in Slurm's node list {nodelist!r}; set MASTER_ADDR")

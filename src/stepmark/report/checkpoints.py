@@ -73,14 +73,12 @@ def _of_folder(path: Path, events: dict[str, dict[int, dict[str, Any]]], history
     step = step_of(path)
     if step is not None:
         return _existing(path, step, events["saved"].get(step) or events["save_begun"].get(step, {}), history)
-    quarantined = _QUARANTINED.match(path.name)
-    if quarantined is not None:
+    if quarantined := _QUARANTINED.match(path.name):
         step = int(quarantined[1])
         event = events["set_aside"].get(step, {})
         detail = str(event.get("reason") or inspected(path)[0] or "quarantined when the run was resumed")
         return Checkpoint(step, path.name, "quarantined", detail, _size(path), time=event.get("time"))
-    unfinished = _UNFINISHED.match(path.name)
-    if unfinished is not None:
+    if unfinished := _UNFINISHED.match(path.name):
         writing = "being written, or " if history.state in (RUNNING, STUCK) else ""
         return Checkpoint(int(unfinished[1]), path.name, "unfinished", f"{writing}left by a killed save", _size(path))
     return None

@@ -348,8 +348,7 @@ def _metric_names(histories: Sequence[History]) -> list[str]:
 
 def origin_of(history: History) -> float:
     """When the run began, in seconds since 1970; 0 if that is unknown."""
-    times = [attempt.began for attempt in history.attempts if attempt.began is not None]
-    return min(times, default=0.0)
+    return min((attempt.began for attempt in history.attempts if attempt.began is not None), default=0.0)
 
 
 def _since(line: Line, origin: float) -> float | None:

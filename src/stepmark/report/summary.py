@@ -102,8 +102,7 @@ def tiles(history: History, checkpoints: Sequence[Checkpoint]) -> list[tuple[str
     if history.logs:
         last = history.logs[-1]
         found.append(("Training loss", text.value(last.get("loss")), f"step {last['step']:,}"))
-    best = history.best()
-    if best is not None:
+    if (best := history.best()) is not None:
         name = best.metric.removeprefix("eval_").replace("_", " ")
         found.append((f"Best evaluation {name}", text.value(best.value), f"step {best.step:,}"))
     found += _speed(history)
@@ -167,8 +166,7 @@ def _size(history: History) -> list[tuple[str, str, str]]:
     if parameters:
         note = "all trained" if trained == parameters else f"{text.count(trained)} of them trained"
         found.append(("Parameters", text.count(parameters), note))
-    tokens = history.target_tokens
-    if tokens:
+    if tokens := history.target_tokens:
         known = max(line["step"] for line in [*history.logs[-1:], *history.closing[-1:]] if "target_tokens" in line)
         up_to = "" if known == history.last_step else f", to step {known:,}"
         found.append((f"{unit_of(history).capitalize()} seen", text.count(tokens), f"targets of the loss{up_to}"))

@@ -59,7 +59,6 @@ def write_checkpoint(source: ForeignCheckpoint, out: Path, listener: WritingList
     ]
     plan = plan_save([Holding(tuple(rows), (0,))], [0], save)
     tensor_files = [_TensorFile(file, tensors, step, save) for file in plan.files]
-    state = DataFile(TRAINER_STATE, trainer_state_bytes(source))
     extra = [*source.files, TRAINER_STATE]
     commit = Commit(_values(source), extra, _manifest(source, save), lambda: False, TimestampSource())
     sizes = []
@@ -68,7 +67,7 @@ def write_checkpoint(source: ForeignCheckpoint, out: Path, listener: WritingList
         headers = {index: file.checksum for index, file in enumerate(tensor_files)}
         sizes.append(commit.write_manifest(folder, plan, headers))
 
-    planned = [*tensor_files, *copied_files(source.files), state]
+    planned = [*tensor_files, *copied_files(source.files), DataFile(TRAINER_STATE, trainer_state_bytes(source))]
     write_folder(planned, source.records, final, out, listener, finish)
     return sizes[0]
 

@@ -229,10 +229,9 @@ def _states(unit: _Flat, where: str) -> dict[str, dict[str, Any]]:
 def _pieces(array: Any, start: int, shape: Shape, begin: int, length: int) -> list[Piece]:
     """Elements [begin, begin + length) of a flattened tensor, which are in an array of one dim from `start` on."""
     first, size = array.offset + start * item_size(array.dtype), item_size(array.dtype)
-    blocks = TensorSlice.of_range(shape, begin, begin + length).blocks()
     return [
         Piece(StoredArray.contiguous(array.path, first + at * size, array.dtype, box.lengths), box.offsets)
-        for box, at in blocks
+        for box, at in TensorSlice.of_range(shape, begin, begin + length).blocks()
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import statistics
@@ -84,13 +85,12 @@ def _lock(trial: Path) -> Finding:
     finally:
         files.close(first)
         files.close(second)
+    if taken and not again:
+        return Finding(TOPIC, "locks", "work")
+    text = "a locked file could be locked again: two runs could take one folder; mount it with locks"
     if taken is None:
         text = "not supported: whether a run is alive is told by its heartbeats alone, which takes up to a minute"
-        return Finding(TOPIC, "locks", text, Status.WARNING)
-    if not taken or again:
-        text = "a locked file could be locked again: two runs could take one folder; mount it with locks"
-        return Finding(TOPIC, "locks", text, Status.WARNING)
-    return Finding(TOPIC, "locks", "work")
+    return Finding(TOPIC, "locks", text, Status.WARNING)
 
 
 def _sync(trial: Path) -> Finding:
@@ -132,17 +132,13 @@ def _throughput(trial: Path) -> Iterator[Finding]:
 
 def file_system(path: Path) -> str:
     """The type of the file system that a path is on; "unknown" where the system does not say."""
-    try:
-        lines = MOUNTS.read_text().splitlines()
-    except OSError:
-        return "unknown"
-    resolved = path.resolve()
-    best, kind = -1, "unknown"
-    for line in lines:
-        _, mount, found, *_ = line.split(" ")
-        point = Path(mount.encode().decode("unicode_escape"))  # a space is \040
-        if resolved.is_relative_to(point) and len(point.parts) >= best:
-            best, kind = len(point.parts), found
+    resolved, best, kind = path.resolve(), -1, "unknown"
+    with contextlib.suppress(OSError):
+        for line in MOUNTS.read_text().splitlines():
+            _, mount, found, *_ = line.split(" ")
+            point = Path(mount.encode().decode("unicode_escape"))  # a space is \040
+            if resolved.is_relative_to(point) and len(point.parts) >= best:
+                best, kind = len(point.parts), found
     return kind
 
 

@@ -66,11 +66,8 @@ def _changes(args: TrainingFields, ranks: int) -> Iterator[dict[str, Any]]:
 
 def _one_row(args: TrainingFields) -> dict[str, Any]:
     """One row a micro-batch, and as many more micro-batches."""
-    rows = args.per_device_train_batch_size
-    return {
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps * rows,
-    }
+    micro_batches = args.gradient_accumulation_steps * args.per_device_train_batch_size
+    return {"per_device_train_batch_size": 1, "gradient_accumulation_steps": micro_batches}
 
 
 def _changed(args: TrainingFields, ranks: int, **changes: Any) -> Iterator[TrainingFields]:

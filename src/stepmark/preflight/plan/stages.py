@@ -110,8 +110,12 @@ def trace_stages(setup: StepSetup, *, every: bool) -> list[StageTrace]:
     Raises:
         UsageError: The model cannot be cut in this way.
     """
-    sizes = _sizes(setup)
-    args = dataclasses.replace(setup.args, pipeline_layers=sizes)
+    args = setup.args
+    with FakeTensorMode():
+        model = train_like(meta_model(setup), args)
+        plan = plan_stages(model, args.pipeline_parallel_size * args.pipeline_chunks, args.pipeline_layers)
+    sizes = [end - begin for begin, end in plan.bounds]
+    args = dataclasses.replace(args, pipeline_layers=sizes)
     ranks = range(args.pipeline_parallel_size)
     traced = ranks if every or period_of(setup.config) != 1 else _largest(sizes, args)
     bounds = bounds_of(sizes)
@@ -130,14 +134,6 @@ def in_flight(args: TrainingFields, rank: int) -> int:
     if args.pipeline_schedule != GPIPE:  # from there on it is the same
         micro_batches = min(micro_batches, 4 * ranks)
     return make_schedule(args.pipeline_schedule, ranks, micro_batches, args.pipeline_chunks).in_flight(rank)
-
-
-def _sizes(setup: StepSetup) -> list[int]:
-    args = setup.args
-    with FakeTensorMode():
-        model = train_like(meta_model(setup), args)
-        plan = plan_stages(model, args.pipeline_parallel_size * args.pipeline_chunks, args.pipeline_layers)
-    return [end - begin for begin, end in plan.bounds]
 
 
 def _largest(sizes: list[int], args: TrainingFields) -> list[int]:

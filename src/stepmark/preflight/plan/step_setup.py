@@ -120,8 +120,7 @@ def watch_stage(setup: StepSetup, count: int, mesh: SimulatedMesh, tracker: Allo
     names = _passes(schedule, setup.stage, setup.device.lazy)
 
     def enter_next() -> None:
-        name = next(names, None)
-        if name is not None:
+        if (name := next(names, None)) is not None:
             tracker.enter(name, ACTIVATIONS)
 
     mesh.simulated.at_boundary = enter_next
