@@ -34,7 +34,6 @@ def mesh_digest(tensors: Iterable[tuple[str, Tensor]], mesh: Mesh) -> str:
     each: Any
     for name, each in tensors:
         tensor = each.detach()
-        text = _described(name, each)
         replication = replication_of(each, axis.size)
         first = mesh.same(replication.experts).rank == 0
         counts, layout = first and axis.rank % replication.count == 0, layout_of(each)
@@ -42,7 +41,7 @@ def mesh_digest(tensors: Iterable[tuple[str, Tensor]], mesh: Mesh) -> str:
             counts = mesh.data_parallel.rank < mesh.data_parallel.size // layer_of(each).copies
             tensor, layout = shard_of(each).tensor.detach(), shard_of(each).layout
         total = tensor_sum(runtime.to_host([tensor])[0], layout) if counts else 0
-        found.append((text, total))
+        found.append((_described(name, each), total))
     ranks = mesh.context.host.all_gather([total for _, total in found])
     return _combined((text, sum(sums)) for (text, _), sums in zip(found, zip(*ranks, strict=True), strict=True))
 
@@ -68,11 +67,8 @@ def tensor_sum(tensor: Tensor, layout: Layout | None) -> int:
     it is that of the complete tensor, modulo 2^64."""
     layout = layout or Layout.full(tuple(tensor.shape))
     integers = tensor.contiguous().view(_INTEGERS[tensor.element_size()])
-    total = 0
-    for part in layout.parts:
-        for block, view in block_views(integers, part, 0, part.slice.numel):
-            total += _block_sum(view, block.box, layout.shape)
-    return total
+    pairs = (pair for part in layout.parts for pair in block_views(integers, part, 0, part.slice.numel))
+    return sum(_block_sum(view, block.box, layout.shape) for block, view in pairs)
 
 
 def _block_sum(values: Tensor, box: Box, shape: tuple[int, ...]) -> int:

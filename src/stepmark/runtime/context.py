@@ -121,10 +121,9 @@ def backend_for(runtime: Runtime) -> str:
 
 def group_backend(kind: str) -> str | None:
     """The backend of torch.distributed for devices of this type; None where none is registered."""
-    try:
+    with contextlib.suppress(ValueError):
         return dist.get_default_backend_for_device(kind)
-    except ValueError:
-        return None
+    return None
 
 
 def _connect(world: World, runtime: Runtime, clock: JoinClock) -> None:

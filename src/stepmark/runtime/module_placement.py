@@ -96,8 +96,7 @@ def agree_on_tensors(
             raise ValueError("the ranks built models of different structure")
         for index in (index for index, found in enumerate(zip(*held, strict=True)) if len(set(found)) > 1):
             differ = True
-            own = runtime.to_host([tensors[index]])[0] if host.rank == group[0] else None
-            data = None if own is None else flat_bytes(own).numpy()
+            data = flat_bytes(runtime.to_host([tensors[index]])[0]).numpy() if host.rank == group[0] else None
             value = torch.from_numpy(host.broadcast(data, source=group[0])).view(tensors[index].dtype)
             if host.rank in group:
                 where = runtime_for(tensors[index].device) if tensors[index].device.type == "cpu" else runtime

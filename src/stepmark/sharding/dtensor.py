@@ -153,9 +153,7 @@ def _boxes_of(shape: Shape, cuts: Sequence[Cut], orders: Sequence[tuple[int, Seq
 def _runs(size: int, cuts: Sequence[Cut], explicit: Sequence[int] | None) -> _Runs:
     """The indices along a dim that remain after its cuts."""
     runs: _Runs = [(0, size)] if size else []
-    ordered = _in_order(cuts)
-    if explicit is not None:
-        ordered = sorted(cuts, key=lambda cut: explicit.index(cut.mesh_dim))
+    ordered = _in_order(cuts) if explicit is None else sorted(cuts, key=lambda cut: explicit.index(cut.mesh_dim))
     if ordered is not None:
         for cut in ordered:
             runs = _chunk(runs, cut.ways, cut.position)

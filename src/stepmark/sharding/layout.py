@@ -51,10 +51,8 @@ class Box(NamedTuple):
         """Whether the box lies inside a tensor of `shape`."""
         if not len(shape) == len(self.lengths) == len(self.offsets):
             return False
-        for offset, length, size in zip(self.offsets, self.lengths, shape, strict=True):
-            if offset < 0 or length < 0 or offset + length > size:
-                return False
-        return True
+        dims = zip(self.offsets, self.lengths, shape, strict=True)
+        return all(offset >= 0 and 0 <= length <= size - offset for offset, length, size in dims)
 
     def relative_to(self, origin: Sequence[int]) -> Box:
         """The same box, with offsets counted from `origin`."""

@@ -150,10 +150,8 @@ def _nodes(node: range) -> Iterator[range]:
 
 
 def _inside(node: range, hosted: range) -> Iterable[range]:
-    if node.start >= hosted.stop or node.stop <= hosted.start:
-        return
     if hosted.start <= node.start and node.stop <= hosted.stop:
         yield node
-        return
-    for half in _halves(node):
-        yield from _inside(half, hosted)
+    elif node.start < hosted.stop and hosted.start < node.stop:
+        for half in _halves(node):
+            yield from _inside(half, hosted)

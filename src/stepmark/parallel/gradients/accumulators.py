@@ -360,9 +360,8 @@ class ShardAccumulator:
     def begin(self) -> None:
         """Announces a step. Gradients that were set since the last one are those of all ranks. Raises UsageError where
         hooks are registered, which would have no effect."""
-        hooked = self.hooks.hooked
         for index, each in enumerate(self.parameters):
-            if has_hooks(each, own=index in hooked):
+            if has_hooks(each, own=index in self.hooks.hooked):
                 raise UsageError(f"fsdp: a parameter of shape {list(each.shape)} has a hook of its gradient, {HOOKS}")
             if each.grad is not None:
                 self._sums[index] = local_of(each.grad).float()

@@ -29,15 +29,13 @@ def add_partial(
     """Sums partial gradients over the tensor parallel neighbours that hold replicas of the parameter: one all-reduce
     for each number of replicas and dtype."""
     complete = list(gradients)
-    together: dict[tuple[int, torch.dtype], list[int]] = {}
+    together: dict[tuple[int, torch.dtype], list[tuple[int, Tensor]]] = {}
     for index, (gradient, replication) in enumerate(zip(gradients, replications, strict=True)):
         if gradient is not None and replication.partial and replication.count > 1:
-            together.setdefault((replication.count, gradient.dtype), []).append(index)
-    for (count, _), indices in sorted(together.items(), key=lambda item: str(item[0])):
-        parts = [gradients[index] for index in indices]
-        present = [part for part in parts if part is not None]
-        (flat,) = mesh.replicas(count).all_reduce([torch.cat([part.reshape(-1) for part in present])])
-        for index, part, total in zip(indices, present, flat.split([p.numel() for p in present]), strict=True):
+            together.setdefault((replication.count, gradient.dtype), []).append((index, gradient))
+    for (count, _), parts in sorted(together.items(), key=lambda item: str(item[0])):
+        (flat,) = mesh.replicas(count).all_reduce([torch.cat([part.reshape(-1) for _, part in parts])])
+        for (index, part), total in zip(parts, flat.split([part.numel() for _, part in parts]), strict=True):
             complete[index] = total.view(part.shape)
     return complete
 

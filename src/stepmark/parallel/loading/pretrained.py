@@ -117,13 +117,11 @@ def _check(model: Any, named: Named, wanted: Mapping[str, Tensor], missing: set[
     report = LoadStateDictInfo(set(missing), set(named) - set(wanted), set(), [], {}, set())
     model._adjust_missing_and_unexpected_keys(report)
     model_name = type(model).__name__
-    absent = sorted(missing)  # also those that transformers would initialize
-    if absent:
+    if absent := sorted(missing):  # also those that transformers would initialize
         raise CheckpointMismatch(
             f"{at} lacks tensor {absent[0]!r} of {model_name}{_more(absent)}; give the folder of a complete model"
         )
-    surplus = sorted(report.unexpected_keys)
-    if surplus:
+    if surplus := sorted(report.unexpected_keys):
         tensor = named[surplus[0]]
         raise CheckpointMismatch(
             f"{tensor.path} has tensor {tensor.name!r}, which {model_name} does not have{_more(surplus)}; load it with "
@@ -133,9 +131,9 @@ def _check(model: Any, named: Named, wanted: Mapping[str, Tensor], missing: set[
         del named[name]
     for name, tensor in named.items():
         if tensor.shape != tuple(wanted[name].shape):
-            here = list(wanted[name].shape)
             raise CheckpointMismatch(
-                f"{tensor.path}: tensor {tensor.name!r} is {list(tensor.shape)}; in {model_name} it is {here}"
+                f"{tensor.path}: tensor {tensor.name!r} is {list(tensor.shape)}; in {model_name} it is "
+                f"{list(wanted[name].shape)}"
             )
 
 

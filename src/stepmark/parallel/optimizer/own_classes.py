@@ -39,12 +39,10 @@ class LazyAdamW(torch.optim.AdamW):
         super().__init__(params, **{**keywords, "foreach": False})  # it chooses kernels, which there are none of here
         for group in self.param_groups:
             for parameter in group["params"]:
-                state: dict[str, Tensor] = {"step": torch.tensor(0.0)}
-                state["exp_avg"] = _zeros_like(parameter)
-                state["exp_avg_sq"] = _zeros_like(parameter)
+                zeros = {name: _zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 if group["amsgrad"]:
-                    state["max_exp_avg_sq"] = _zeros_like(parameter)
-                self.state[parameter] = state
+                    zeros["max_exp_avg_sq"] = _zeros_like(parameter)
+                self.state[parameter] = {"step": torch.tensor(0.0), **zeros}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]

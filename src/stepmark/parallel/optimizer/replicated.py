@@ -98,12 +98,11 @@ class Replicated(OptimizerSharding):
         )
 
     def follow(self) -> None:
-        if not self._runtime.lazy:
-            for parameter, master in self._masters:
-                follow(master, parameter)
         written = {id(parameter) for parameter in self._written.found()}
         for parameter, master in self._masters:
-            if id(parameter) in written:
+            if not self._runtime.lazy:
+                follow(master, parameter)
+            elif id(parameter) in written:
                 self._runtime.write(master, follow(*self._runtime.to_host([master, parameter])))
 
     def publish(self) -> None:

@@ -198,9 +198,8 @@ class WholeParameters(OptimizerSharding):
                 f"expert_parallel_size: data parallel ranks hold different experts of {experts[0]}, and the optimizer "
                 "uses complete parameters; choose an elementwise one such as AdamW, or divisor of tensor_parallel_size"
             )
-        owners, sizes = [self._axis.rank] * len(self.names), [parameter.numel() for parameter in self.parameters]
-        if zero_1:
-            owners = divide(sizes, self._axis.size)
+        sizes = [parameter.numel() for parameter in self.parameters]
+        owners = divide(sizes, self._axis.size) if zero_1 else [self._axis.rank] * len(sizes)
         mine = [name for name, owner in zip(self.names, owners, strict=True) if owner == self._axis.rank]
         elementwise = {name for group in groups if elementwise_group(group) for name, _ in group["params"]}
         self._gathered: GatheredParameters | None = None

@@ -156,11 +156,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             groups, self._optimizer_class, mesh.runtime, mesh, zero_1=True, bucket_elements=self._bucket_elements
         )
         sharded = NamedOptimizer(divided, groups, make, mesh.runtime, given=True)
-        whole = isinstance(divided, WholeParameters)
         gradients = sharded.gradients(
             mesh,
             accumulation=2 if self._accumulate_in_fp32 else 1,
-            reduce_dtype=torch.float32 if whole or self._reduce_in_fp32 else None,
+            reduce_dtype=torch.float32 if isinstance(divided, WholeParameters) or self._reduce_in_fp32 else None,
             on_arrival=self._accumulate_in_fp32,
         )
         self.defaults = dict(sharded.inner.defaults)

@@ -114,11 +114,9 @@ def make_schedule(kind: str, ranks: int, micro_batches: int, chunks: int = 1) ->
 
 def _ready(tasks: tuple[Task, ...], stages: int, done: set[Task]) -> bool:
     """Whether the tasks can run now, one after the other, with the results of earlier ticks."""
-    needed = (task.needs(stages) for task in tasks)
-    own = tuple(Task(FORWARD, task.stage, task.micro_batch) for task in tasks if task.kind == BACKWARD)
-    return all(need is None or need in done or need in tasks for need in needed) and all(
-        forward in done or forward in tasks for forward in own
-    )
+    needed = {task.needs(stages) for task in tasks} - {None}
+    needed |= {Task(FORWARD, task.stage, task.micro_batch) for task in tasks if task.kind == BACKWARD}
+    return all(need in done or need in tasks for need in needed)
 
 
 def _order(kind: str, ranks: int, rank: int, micro_batches: int, chunks: int) -> list[tuple[Task, ...]]:

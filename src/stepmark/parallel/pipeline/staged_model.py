@@ -127,8 +127,7 @@ class StagedModel:
 
     def tied_parameters(self) -> list[nn.Parameter]:
         """The tables that both ends hold; none on ranks between them."""
-        at_an_end = bool({0, self.last} & set(self.own))
-        names = self.plan.tied if at_an_end else ()
+        names = self.plan.tied if {0, self.last} & set(self.own) else ()
         return [parameter for name in names for parameter in self.model.get_submodule(name).parameters()]
 
     def _arrangement(self, stage: int, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -144,8 +143,7 @@ class StagedModel:
             elif index == begin - 1:
                 arranged[name] = self._receivers[stage] = ReceivingLayer(layer, plan.returns, plan.routers, like.dtype)
             else:
-                ending = index == end
-                arranged[name] = EndingLayer(layer, plan.routers) if ending else SkippedLayer(layer, plan.returns)
+                arranged[name] = EndingLayer(layer, plan.routers) if index == end else SkippedLayer(layer, plan.returns)
         for name in plan.before:
             arranged[name] = found[name] if stage == 0 else skipped(found[name], like)
         for name in plan.after:

@@ -16,7 +16,7 @@ from stepmark.parallel.tensor.adapted_layers import (
     refuse_adapters,
     unwrapped,
 )
-from stepmark.parallel.tensor.attention_heads import Heads, heads_of
+from stepmark.parallel.tensor.attention_heads import heads_of
 from stepmark.parallel.tensor.autograd_collectives import reduce_from
 from stepmark.parallel.tensor.dropout import RegionSeeds, has_dropout, seed_regions
 from stepmark.parallel.tensor.experts import (
@@ -89,17 +89,13 @@ class TensorParallelism:
         ]
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self._own = {name: (parameters[name], style) for name, style in plan.items() if name not in modules}
-        self._heads = self._find_heads(modules)
+        parents = {_parent(name) for name, _, style in self._styles if style.kind == "colwise"}
+        heads = {name: heads_of(name, modules[name], model.config, self._axis.size) for name in sorted(parents)}
+        self._heads = {name: each for name, each in heads.items() if each is not None}  # by the modules that have them
         self._sharded = list(self._shards())
         ends = [each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if is_wrapper(each)]
         exempt = [*ends, *(table.called for table in tables), *experts.values()]
         check_plan(model, plan, [part for each in exempt for part in each.modules()])
-
-    def _find_heads(self, modules: dict[str, nn.Module]) -> dict[str, Heads]:
-        """The heads of every module whose heads are sharded, by module name."""
-        parents = {_parent(name) for name, _, style in self._styles if style.kind == "colwise"}
-        found = {name: heads_of(name, modules[name], self._model.config, self._axis.size) for name in sorted(parents)}
-        return {name: heads for name, heads in found.items() if heads is not None}
 
     def _shards(self) -> Iterator[tuple[nn.Parameter, Placement]]:
         for table in self._tables:

@@ -35,14 +35,13 @@ def set_rank_variables(world: World) -> None:
 def core_of(world: World) -> int:
     """The rank's core: the given one, or the one at its place in a list for all ranks of this machine. LaunchError
     where the list has another length."""
-    text = os.environ.get(CORES, "")
     cores = visible_cores() or list(range(world.local_size))
     if len(cores) == 1:
         return cores[0]
     if len(cores) != world.local_size:
         raise LaunchError(
-            f"{CORES}={text} lists {len(cores)} cores for the {world.local_size} ranks of this machine; list one core "
-            "per rank, or leave it unset"
+            f"{CORES}={os.environ[CORES]} lists {len(cores)} cores for the {world.local_size} ranks of this "
+            "machine; list one core per rank, or leave it unset"
         )
     return cores[world.local_rank]
 
