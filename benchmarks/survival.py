@@ -460,7 +460,7 @@ def table(records: Records) -> str:
             names = [name for name in NAMES if records.of(name, ranks, kind)]
             if names:
                 lines += [f"## {ranks} rank{'s' * (ranks > 1)}, {kind}", ""]
-                lines += ["| | runs | went on, killed at any moment | aimed at a save | ended | same weights | steps again | time |"]
+                lines += ["| | runs | went on | aimed at a save | ended | same weights | steps again | time |"]
                 lines += ["| --- " * 8 + "|", *(row(name, records, ranks, kind) for name in names), ""]
     return "\n".join(lines)
 
