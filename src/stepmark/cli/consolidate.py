@@ -44,6 +44,7 @@ def run(parsed: argparse.Namespace) -> int:
     with BytesProgress("consolidating") as listener:
         done = consolidate(parsed.source, parsed.out, parsed.format, size, listener, merge)
     files = f"{len(done.shards)} file{'s' if len(done.shards) > 1 else ''}"
-    source = getattr(parsed, "fetched", {}).get(str(parsed.source), done.checkpoint)
-    print(f"{source} consolidated into {parsed.out}: {done.size / 1e6:,.1f} MB in {files}")
+    address = getattr(parsed, "fetched", {}).get(str(parsed.source))
+    inside = "" if address is None or address.endswith(done.checkpoint.name) else f"/{done.checkpoint.name}"
+    print(f"{address or done.checkpoint}{inside} consolidated into {parsed.out}: {done.size / 1e6:,.1f} MB in {files}")
     return 0

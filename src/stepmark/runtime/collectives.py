@@ -147,9 +147,7 @@ class GroupCollectives:
         if self._between_hosts(tensor):
             return self.start_sum_in_order([tensor], LogicalRanks(self.size, self.size, self.rank), dtype)
         if dtype in (None, tensor.dtype):
-            shard = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
-            work = dist.reduce_scatter_tensor(shard, tensor, group=self._group.process_group, async_op=True)
-            return lambda: _after([work], lambda: shard)
+            return self._start_reduce_scatter_between_devices(tensor)
         return self._start_exchange_between_devices(tensor.to(dtype), tensor.dtype)
 
     def _start_exchange_between_devices(self, sent: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -158,6 +156,11 @@ class GroupCollectives:
         work = dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), group=group, async_op=True)
         shards = received.view(self.size, -1)
         return lambda: _after([work], lambda: shards.sum(0, dtype=dtype))
+
+    def _start_reduce_scatter_between_devices(self, sent: Tensor) -> Callable[[], Tensor]:
+        shard = sent.new_empty(sent.shape[0] // self.size, *sent.shape[1:])
+        work = dist.reduce_scatter_tensor(shard, sent, group=self._group.process_group, async_op=True)
+        return lambda: _after([work], lambda: shard)
 
     def start_sum_in_order(
         self, roots: Sequence[Tensor], ranks: LogicalRanks, dtype: torch.dtype | None = None

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 
 from stepmark.data.loader.batch import MicroBatch
 from stepmark.data.loader.collate import Collation
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.order import Stream, generator
-from stepmark.data.loader.own_state import GLOBAL, generators_of, seed, set_state, state_of
+from stepmark.data.loader.own_state import GLOBAL, as_bytes, generators_of, seed, set_state, state_of
 from stepmark.errors import DataError, StepmarkError
 
 CAUSE = "cause_in_worker"  # an attribute of errors
@@ -99,8 +99,9 @@ class Fetcher(Dataset[MicroBatch]):
 
 
 def random_states(*others: Any) -> list[Any]:
-    """States of the global CPU generators of Python, numpy and PyTorch, and of others."""
-    return [state_of(each) for each in (*GLOBAL, *others)]
+    """States of the global CPU generators of Python, numpy and PyTorch, and of others; those of PyTorch as tensors,
+    which costs no operation."""
+    return [each.get_state() if isinstance(each, torch.Generator) else state_of(each) for each in (*GLOBAL, *others)]
 
 
 def set_random_states(states: Sequence[Any], *others: Any) -> None:
@@ -118,7 +119,7 @@ def seeded_generators(key: Sequence[int], *owners: Any) -> Iterator[None]:
     for place, each in enumerate(GLOBAL):
         seed(each, words[place : place + 1])
     for place, each in enumerate(own):
-        digest = hashlib.blake2b(pickle.dumps(state_of(each)), digest_size=8).digest()
+        digest = hashlib.blake2b(as_bytes(state_of(each)), digest_size=8).digest()
         seed(each, generator(Stream.OWN, *key, place, int.from_bytes(digest)).random_raw(1))
     try:
         yield

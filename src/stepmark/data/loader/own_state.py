@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import pickle
+import marshal
 import random
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -78,7 +78,13 @@ def set_own_state(values: Mapping[str, Any], *roots: Any) -> None:
 
 
 def is_same(state: Any, other: Any) -> bool:
-    return pickle.dumps(state) == pickle.dumps(other)  # arrays among them
+    return as_bytes(state) == as_bytes(other)
+
+
+def as_bytes(state: Any) -> bytes:
+    """Of plain values, arrays or a tensor, the same in every process: without references to what is met again."""
+    plain: Any = state.numpy() if isinstance(state, torch.Tensor) else state
+    return marshal.dumps(plain, 2)
 
 
 def state_of(generator: Any) -> Any:
@@ -92,7 +98,8 @@ def state_of(generator: Any) -> Any:
 
 def set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        is_tensor = isinstance(state, torch.Tensor)
+        generator.set_state(state if is_tensor else torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     else:

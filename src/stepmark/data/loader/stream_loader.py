@@ -104,7 +104,7 @@ class StreamIterator:
         if not batch or (loader.drop_last and len(batch) < loader.batch_size):
             raise StopIteration
         self._taken += len(batch)
-        self._exact = self._exact and is_same(before, random_states(*self._own))
+        self._exact = self._exact and all(map(is_same, before, random_states(*self._own)))
         with seeded_generators((loader.seed, loader.epoch, first), loader.collation.collate_fn):
             return loader.collation(batch, range(first, self._taken))
 
