@@ -172,5 +172,6 @@ def test_copied_checkpoints_bring_the_metric_for_the_best(tmp_path: Path) -> Non
     recipe = read_recipe(str(write_recipe(tmp_path, **fields)), {})
     (tmp_path / "copied" / "checkpoint-2").mkdir(parents=True)
     write_used_recipe(tmp_path / "copied" / "checkpoint-2", recipe)
-    found = command._with_metric(Request(tmp_path / "copied"))
+    request = Request(tmp_path / "copied")
+    found = command._with_metric(request, command._recipe_of(request))
     assert (found.metric, found.greater_is_better) == ("eval_perplexity", True)

@@ -122,14 +122,14 @@ def _of_run(request: Request, mesh: Any) -> int:
     while not mesh.context.host.broadcast(request.path.is_dir()):
         time.sleep(_APPEAR_EVERY)
 
-    def make_setup(checkpoint: Path) -> Any:
+    def make_setup(checkpoint: Path) -> tuple[EvaluationSetup, Request]:
         recipe, file = find_recipe(request.path, checkpoint, trusts_code=request.trust_remote_code)
         setup = EvaluationSetup.prepare(request, mesh, recipe, checkpoint)
         if leads:
             _say(setup.summary(_origin(request, file, checkpoint, RunOptions.of_checkpoint(checkpoint))))
             if not setup.moves_best:
                 _say(f"{request.path / 'best'} stays as it is: --data is not the data of the run; see --update_best")
-        return setup
+        return setup, _with_metric(request, recipe)
 
     stream = request.json and request.watch
 
@@ -140,7 +140,7 @@ def _of_run(request: Request, mesh: Any) -> int:
             print(_line_of(line, best), flush=True)
 
     say = _say if leads else lambda text: None
-    watcher = Watcher(_with_metric(request), mesh, make_setup, show, say)
+    watcher = Watcher(request, mesh, make_setup, show, say)
     failures = watcher.run()
     if watcher.recorder is not None and not stream:
         lines, best = watcher.recorder.records.sorted(), watcher.recorder.best
@@ -149,9 +149,8 @@ def _of_run(request: Request, mesh: Any) -> int:
     return 1 if failures else 0
 
 
-def _with_metric(request: Request) -> Request:
+def _with_metric(request: Request, recipe: Recipe | None) -> Request:
     """With the metric for the best checkpoint of the run's recipe, unless one is given."""
-    recipe = _recipe_of(request)
     if request.metric is not None or recipe is None or recipe.training.metric_for_best_model is None:
         return request
     own, greater = recipe.training, request.greater_is_better

@@ -40,14 +40,15 @@ class _EvaluationOutcome:
 
 @dataclass(eq=False)
 class Watcher:
-    """Watches the run that is asked for. `make_setup` is called with the first checkpoint that exists, on all ranks.
+    """Watches the run that is asked for. `make_setup` is called with the first checkpoint that exists, on all ranks; it
+    adds to the request what the run's recipe says.
 
     On rank 0 `recorder` has the results, once there is a setup; it gets `show`, and `say` is called for messages.
     """
 
     request: Request
     mesh: Mesh
-    make_setup: Callable[[Path], EvaluationSetup]
+    make_setup: Callable[[Path], tuple[EvaluationSetup, Request]]
     show: Callable[[dict[str, Any], bool], None]
     say: Callable[[str], None]
     recorder: EvaluationRecorder | None = None
@@ -90,7 +91,7 @@ class Watcher:
 
     def _prepare(self, checkpoint: Path) -> None:
         try:
-            self._setup = self.make_setup(checkpoint)
+            self._setup, self.request = self.make_setup(checkpoint)
         except CheckpointNotFound as error:  # on all ranks; another checkpoint will do as well
             self._vanished += 1
             if self._vanished > MOST_VANISHED:

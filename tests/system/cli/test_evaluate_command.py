@@ -19,6 +19,7 @@ from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.recipe.model import build_config, build_model
 from stepmark.trainer.run_folder.run_log import read_metrics
 from stepmark.watcher import setup
+from stepmark.watcher.watcher import Watcher
 from tests.support.own_code import folder_with_own_code
 from tests.support.programs import Blocks, tiny_model
 from tests.support.recipes import write_recipe, write_text
@@ -129,6 +130,25 @@ def test_a_complete_run_and_later_checkpoints(folder: Path, capsys: pytest.Captu
     assert losses == pytest.approx({step: line["eval_loss"] for step, line in in_run(folder).items()}, rel=1e-6)
     assert found["best"] == min(losses, key=lambda step: losses[step])
     assert (folder / "best").resolve() == (folder / f"checkpoint-{found['best']}").resolve()
+
+
+def test_a_recipe_that_comes_after_the_watcher_says_what_is_best(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (folder / "used_recipe.yaml").open("a") as file:
+        file.write("metric_for_best_model: loss\ngreater_is_better: true\n")
+    watch, later = Watcher.run, folder.rename(folder.with_name("later"))
+    folder.mkdir()
+
+    def begin(watcher: Watcher) -> int:
+        later.rename(folder)
+        return watch(watcher)
+
+    monkeypatch.setattr(Watcher, "run", begin)
+    assert run(["evaluate", str(folder), "--json", TRUST]) == 0
+    found = json.loads(capsys.readouterr().out)
+    losses = {line["step"]: line["eval_loss"] for line in found["evaluations"]}
+    assert found["best"] == max(losses, key=lambda step: losses[step])
 
 
 def test_a_folder_of_runs_is_not_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
