@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset as HubDataset
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, ConcatDataset, Dataset, IterableDataset, Sampler
 
 from stepmark import Trainer, TrainingArguments
 from tests.support.programs import VOCABULARY, StopsAt, checksum, tiny_model
@@ -54,6 +54,14 @@ class Drawing(Rows):
 
     def __getitem__(self, index: int) -> Any:
         return sample(index, token(self.own))
+
+
+class Late(Rows):
+    own: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        self.own = self.own or GENERATORS["python"]()
+        return sample(index, token(self.own) if index % 3 else 0)
 
 
 class Counting(Rows):
@@ -208,6 +216,15 @@ def globally(rows: list[Any]) -> dict[str, torch.Tensor]:
     return masked(random, rows)
 
 
+def unset() -> Any:
+    def collate(rows: list[Any]) -> Any:
+        return stack(rows) if rows else later
+
+    if not SAMPLES:
+        later = None
+    return collate
+
+
 def closure() -> Any:
     own = np.random.default_rng(1)
     return lambda rows: masked(own, rows)
@@ -220,6 +237,9 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None, Callable[[An
     **{f"dataset draws: {kind}": (partial(Drawing, kind), None, None) for kind in GENERATORS},
     **{f"collator draws: {kind}": (Rows, partial(Masks, kind), None) for kind in GENERATORS},
     "closure draws": (Rows, closure, None),
+    "dataset made of several that draw": (lambda: ConcatDataset([Drawing("numpy"), Drawing("torch")]), None, None),
+    "generator made in reading": (Late, None, None),
+    "collator with a name that is not set": (Rows, unset, None),
     "dataset counts": (Counting, None, None),
     "stream goes on": (GoesOn, None, None),
     "stream shuffles": (Shuffling, None, None),

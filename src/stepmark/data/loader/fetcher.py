@@ -45,11 +45,13 @@ class Fetcher(Dataset[MicroBatch]):
         self.labels = labels
         # Seeding three generators and restoring them costs more than copying a batch of blocks does.
         self._owners = (dataset, collation.collate_fn)
+        self._known = generators_of(*self._owners)
         self._uses_no_random_numbers = collation.collate_fn is None and not getattr(dataset, "draws", True)
 
     def fetch(self, task: MicroTask) -> MicroBatch:
         """The micro-batch, with generators seeded for it. Raises DataError if the dataset or the collator fails."""
-        with nullcontext() if self._uses_no_random_numbers else seeded_generators(task.key, *self._owners):
+        own = None if self._uses_no_random_numbers else generators_of(*self._owners)
+        with nullcontext() if own is None else seeded_generators(task.key, own, self._known):
             failed, check = "read", "the dataset"
             try:
                 indices = task.indices[: task.rows] + task.indices[-1:] * task.filler
@@ -57,8 +59,8 @@ class Fetcher(Dataset[MicroBatch]):
                 failed, check = "collated", "the dataset and the collate_fn"
                 inputs = self.collation(samples, indices, task.length)
                 rows = task.rows + task.filler
-                if not (task.filler and task.rows) or self.labels.can_ignore_rows(inputs, rows):
-                    return self._labelled(inputs, task)
+                fits = not (task.filler and task.rows) or self.labels.can_ignore_rows(inputs, rows)
+                made = self._labelled(inputs, task) if fits else None
             except StepmarkError:
                 raise
             except Exception as error:
@@ -66,7 +68,11 @@ class Fetcher(Dataset[MicroBatch]):
                     f"samples {', '.join(map(str, task.indices))} could not be {failed}"
                     f" ({type(error).__name__}: {str(error).strip()}); check {check}"
                 ) from error
-        return self.fetch(replace(task, filler=0))
+        if made is None:
+            return self.fetch(replace(task, filler=0))
+        if own is not None and len(generators_of(*self._owners)) > len(own):
+            return self.fetch(task)  # one that was made in reading was not seeded
+        return made
 
     def __getitem__(self, task: MicroTask) -> MicroBatch | StepmarkError:  # type: ignore[override]
         """As `fetch`, for a worker process: an error is a result, with the traceback as a note. Pickling loses its
@@ -110,16 +116,16 @@ def set_random_states(states: Sequence[Any], *others: Any) -> None:
 
 
 @contextmanager
-def seeded_generators(key: Sequence[int], *owners: Any) -> Iterator[None]:
-    """Python's, numpy's and PyTorch's CPU generator seeded from `key`, and restored afterwards. So are the generators
-    that `owners` have, which are seeded from their state, too."""
-    own = generators_of(*owners)
+def seeded_generators(key: Sequence[int], own: Sequence[Any] = (), known: Sequence[Any] = ()) -> Iterator[None]:
+    """Python's, numpy's and PyTorch's CPU generator, and the user's `own`, seeded from `key`, and restored afterwards.
+    Those that are `known` are seeded from their state, too; others may have drawn before they were seen."""
     states = random_states(*own)
     words = generator(Stream.DRAWS, *key).random_raw(len(GLOBAL))
     for place, each in enumerate(GLOBAL):
         seed(each, words[place : place + 1])
     for place, each in enumerate(own):
-        digest = hashlib.blake2b(as_bytes(state_of(each)), digest_size=8).digest()
+        state = as_bytes(state_of(each)) if each in known else b""
+        digest = hashlib.blake2b(state, digest_size=8).digest()
         seed(each, generator(Stream.OWN, *key, place, int.from_bytes(digest)).random_raw(1))
     try:
         yield

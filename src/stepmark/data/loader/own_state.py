@@ -7,6 +7,7 @@ import marshal
 import random
 from collections.abc import Iterator, Mapping
 from functools import partial
+from types import CellType
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 GLOBAL: tuple[Any, ...] = (random._inst, np.random.mtrand._rand, torch.default_generator)
 PARTS = (*GENERATORS, DataLoader, Dataset, Sampler)
 INSIDE = ("base_dataloader", "batch_sampler", "collate_fn", "dataset", "sampler")  # also if of another class
+LONGEST = 100  # of a list that is looked into: others are of samples
 LIBRARIES = ("accelerate", "datasets", "stepmark", "tokenizers", "torch", "torchdata", "transformers")
 
 
@@ -36,13 +38,19 @@ def _inside(owner: Any) -> Iterator[Any]:
     if isinstance(owner, partial):
         yield from (owner.func, *owner.args, *owner.keywords.values())
     elif inspect.isfunction(owner):
-        names = inspect.getclosurevars(owner)
-        yield from (each for each in (*names.nonlocals.values(), *names.globals.values()) if isinstance(each, PARTS))
+        values = [each.cell_contents for each in owner.__closure__ or () if each != CellType()]  # those that are set
+        values += [owner.__globals__.get(name) for name in owner.__code__.co_names]
+        yield from (each for each in values if isinstance(each, PARTS))
     elif inspect.ismethod(owner):
         yield owner.__self__
     else:
-        kept = getattr(owner, "__dict__", {}).items()
-        yield from (each for name, each in kept if name in INSIDE or isinstance(each, PARTS))
+        for name, each in getattr(owner, "__dict__", {}).items():
+            if name in INSIDE or isinstance(each, PARTS):
+                yield each
+            elif isinstance(each, (list, tuple, dict)) and len(each) <= LONGEST:  # as of a ConcatDataset
+                yield from (
+                    one for one in (each.values() if isinstance(each, dict) else each) if isinstance(one, PARTS)
+                )
 
 
 def generators_of(*roots: Any) -> list[Any]:

@@ -105,7 +105,8 @@ class StreamIterator:
             raise StopIteration
         self._taken += len(batch)
         self._exact = self._exact and all(map(is_same, before, random_states(*self._own)))
-        with seeded_generators((loader.seed, loader.epoch, first), loader.collation.collate_fn):
+        own = generators_of(loader.collation.collate_fn)
+        with seeded_generators((loader.seed, loader.epoch, first), own, own):
             return loader.collation(batch, range(first, self._taken))
 
     def state_dict(self) -> dict[str, Any]:
