@@ -69,7 +69,8 @@ def test_how_a_tokenizer_was_called_last_is_no_part_of_a_run() -> None:
 
 
 def test_rows_in_another_order_are_other_data() -> None:
-    data = Dataset.from_dict({"x": list(range(40)), "text": [str(each) for each in range(40)]})
+    columns = {"x": list(range(40)), "text": [str(each) for each in range(40)]}
+    data, moved = (Dataset.from_dict({**columns, "file": [f"/{at}/a/{n}.png" for n in range(40)]}) for at in ("b", "c"))
 
     def described(dataset: Dataset) -> dict[str, Any]:
         return {"data": identity(nn.Linear(1, 1), None, dataset, 0, 0)["data"]}
@@ -79,6 +80,7 @@ def test_rows_in_another_order_are_other_data() -> None:
         saved, described(data.shuffle(seed=1).with_transform(lambda rows: {"n": [0] * len(rows["x"])})), "here"
     )
     check_same_run({"data": {"samples": 40}}, saved, "here")  # of an earlier version
+    check_same_run(saved, described(moved.shuffle(seed=1)), "here")
     with pytest.raises(CheckpointMismatch, match="other rows, or another order, as of a shuffle without a seed"):
         check_same_run(saved, described(data.shuffle(seed=2)), "here")
     with pytest.raises(CheckpointMismatch, match="samples was 40 and is now 39"):
