@@ -212,18 +212,18 @@ class BucketPlace:
     def reading(self, step: int) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def _folder_with(self, manifest: Manifest) -> str:
+    def folder_with(self, manifest: Manifest) -> str:
         """Where the files are: beside the manifest, if another tool has copied a folder as it was."""
         folder, first = _folder_of(manifest), manifest.files[0].name
         return folder if self._bucket.stat(f"{folder}/{first}") else f"checkpoint-{manifest.step}"
 
     def unlisted(self, manifest: Manifest) -> dict[str, Other]:
-        folder, listed = self._folder_with(manifest), {MANIFEST, *(each.name for each in manifest.files)}
+        folder, listed = self.folder_with(manifest), {MANIFEST, *(each.name for each in manifest.files)}
         found = ((each.name.removeprefix(f"{folder}/"), each) for each in self._bucket.objects(folder))
         return {name: Other(each.size, each.time) for name, each in found if name not in listed}
 
     def blocks(self, manifest: Manifest, name: str, size: int) -> Iterator[Any]:
-        return self._bucket.blocks(f"{self._folder_with(manifest)}/{name}", size)
+        return self._bucket.blocks(f"{self.folder_with(manifest)}/{name}", size)
 
     def prepare(self, manifest: Manifest) -> Callable[[FileEntry], bool]:
         folder = _folder_of(manifest)
@@ -256,7 +256,7 @@ class BucketPlace:
     def remove(self, step: int) -> None:
         """Deletes a checkpoint, its manifest first. Objects that are not its own stay."""
         _, manifest = manifest_of(self, step)
-        folder, own = self._folder_with(manifest), _folder_of(manifest)
+        folder, own = self.folder_with(manifest), _folder_of(manifest)
         names = [f"{folder}/{each.name}" for each in manifest.files]
         self._bucket.delete([_manifest_of(step)])
         self._bucket.delete(names if folder != own else [each.name for each in self._bucket.objects(own)])

@@ -7,8 +7,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepmark.errors import UsageError
-from stepmark.filesystem.cache_folder import cache_root
 from stepmark.filesystem.local_paths import ALL
 from stepmark.launch.ending_at_signals import ending_at_signals
 from stepmark.launch.rank_count import RankCount
@@ -26,7 +24,7 @@ ENDS_AT_SIGNALS = True  # with exit code 75, since the same command continues
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    path = "a checkpoint-N folder, a Hugging Face model folder, or a run's folder"
+    path = "a checkpoint-N folder, a Hugging Face model folder, a run's folder, or the address of one"
     add("path", metavar="PATH", type=Path, help=path)
     add("--watch", action="store_true", help="continue until the run has ended and all checkpoints are evaluated")
     add("--until", type=int, metavar="STEP", help="stop after this step or a later one is evaluated")
@@ -63,8 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Returns 0, or 1 if an evaluation failed."""
-    if parsed.watch and parsed.path.is_relative_to(cache_root() / "fetched"):
-        raise UsageError("--watch: follows a run's folder; in object storage, name a checkpoint")
     if parsed.nproc is not None:
         _request(parsed).check()
         return start_ranks(parsed, RankCount(parsed.nproc, now=parsed.nproc), signal_grace=10.0, resumable=True)

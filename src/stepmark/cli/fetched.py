@@ -1,4 +1,4 @@
-"""What a command reads from object storage: it is downloaded for as long as the command runs."""
+"""What a command reads from object storage: it is on this machine for as long as the command runs."""
 
 from __future__ import annotations
 
@@ -30,17 +30,21 @@ def fetched(parsed: argparse.Namespace, takes: Mapping[str, str]) -> Iterator[No
         return
     from stepmark.checkpoint.downloads import download
     from stepmark.cli.progress import BytesProgress
-    from stepmark.filesystem.cache_folder import cache_root
+    from stepmark.filesystem.cache_folder import fetched_root
     from stepmark.filesystem.files import make_folder
 
-    root = cache_root() / "fetched"
-    make_folder(root)
-    with TemporaryDirectory(dir=root) as folder:
+    make_folder(fetched_root())
+    with TemporaryDirectory(dir=fetched_root()) as folder:
         local: dict[Any, Path] = {}
         with BytesProgress("downloading") as listener:
             for number, ((name, path), address) in enumerate(addresses.items()):
                 where = Path(folder) / str(number)
-                local[path] = download(address, where, takes[name], listener.begin, listener.advance)
+                if getattr(parsed, "watch", False):
+                    from stepmark.watcher.followed_run import FollowedRun
+
+                    local[path] = FollowedRun(where / address.replace("://", "/")).begin()
+                else:
+                    local[path] = download(address, where, takes[name], listener.begin, listener.advance)
         for name, value in found.items():
             setattr(
                 parsed, name, [local.get(p, p) for p in value] if isinstance(value, list) else local.get(value, value)

@@ -22,10 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Writes the page, prints its path, and returns 0. Raises UsageError if a folder is not a run's output_dir."""
-    from stepmark.filesystem.cache_folder import cache_root
+    from stepmark.filesystem.cache_folder import fetched_root
     from stepmark.report.page import PAGE, write_report
 
-    if parsed.out is None and parsed.folders[0].is_relative_to(cache_root() / "fetched"):
+    if parsed.out is None and parsed.folders[0].is_relative_to(fetched_root()):
         parsed.out = Path(PAGE)
     folders = [*parsed.folders, *parsed.compare]
     print(write_report(folders[0], folders[1:], parsed.out, parsed.csv))

@@ -4,7 +4,10 @@ whose `output_dir` is in object storage."""
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+
+from stepmark.filesystem.local_paths import SCHEMES
 
 GRAPHS = "graphs"  # the compiled ones, inside the folder
 
@@ -16,6 +19,16 @@ def cache_root() -> Path:
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return Path(shared) / "stepmark"
     return Path.home() / ".cache" / "stepmark"
+
+
+def fetched_root() -> Path:
+    """Of what commands read from object storage; as tempfile, which makes folders in it, writes a path."""
+    return Path(os.path.abspath(cache_root() / "fetched"))
+
+
+def with_addresses(text: str) -> str:
+    """The text, with addresses in place of the folders `<a command's>/<number>/s3/…` that follow runs there."""
+    return re.sub(rf"{re.escape(str(fetched_root()))}/[^/]+/\d+/({'|'.join(SCHEMES)})/", r"\1://", text)
 
 
 def working_folder(address: str) -> Path:

@@ -8,12 +8,15 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from stepmark.filesystem.cache_folder import with_addresses
+
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """The text, in which control characters, marks of direction and lone surrogates are escaped."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    """The text, in which control characters, marks of direction and lone surrogates are escaped; what follows a run in
+    object storage has its address."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], with_addresses(text))
 
 
 def listed(words: Sequence[str], most: int = 8) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +24,6 @@ from stepmark.runtime.xla_environment import extracting_graphs, prepare_environm
 from stepmark.trainer.telemetry.progress import QUIET, aligned
 from stepmark.watcher.evaluation_data import Request
 from stepmark.watcher.evaluation_records import EVALUATED, FAILED, TABLE
-
-_APPEAR_EVERY = 1.0  # seconds between two checks for a run that has not begun
 
 
 def evaluate_command(request: Request) -> int:
@@ -117,10 +114,6 @@ def _of_run(request: Request, mesh: Any) -> int:
     from stepmark.watcher.watcher import Watcher
 
     leads = mesh.context.host.rank == 0
-    if leads and not request.path.is_dir():
-        _say(f"waiting for {request.path} to appear")
-    while not mesh.context.host.broadcast(request.path.is_dir()):
-        time.sleep(_APPEAR_EVERY)
 
     def make_setup(checkpoint: Path) -> tuple[EvaluationSetup, Request]:
         recipe, file = find_recipe(request.path, checkpoint, trusts_code=request.trust_remote_code)

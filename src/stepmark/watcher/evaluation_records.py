@@ -82,7 +82,7 @@ class EvaluationRecords:
         head = {"step": found.step, "status": status, "checkpoint": f"checkpoint-{found.step}"}
         line = finite({**head, **values, "save": found.save, "setup": self._setup, "time": time.time()})
         append_line(self._run / EVALUATIONS, line, durable=True)
-        self._write_table()
+        write_table(self._run)
         return line
 
     @contextlib.contextmanager
@@ -97,14 +97,16 @@ class EvaluationRecords:
                 logger.debug("no lock on %s: %s", file.name, error)
             yield
 
-    def _write_table(self) -> None:
-        lines = [line for line in read_evaluations(self._run) if "step" in line]
-        metrics = [name for line in lines for name in line if name not in _FIRST]
-        table = io.StringIO()
-        writer = csv.DictWriter(table, [*_FIRST[:3], *dict.fromkeys(metrics), *_FIRST[3:]], restval="")
-        writer.writeheader()
-        writer.writerows(sorted(lines, key=lambda line: int(line["step"])))
-        files.replace_file(self._run / TABLE, table.getvalue().encode())
+
+def write_table(run: Path) -> None:
+    """Writes evaluations.csv anew."""
+    lines = [line for line in read_evaluations(run) if "step" in line]
+    metrics = [name for line in lines for name in line if name not in _FIRST]
+    table = io.StringIO()
+    writer = csv.DictWriter(table, [*_FIRST[:3], *dict.fromkeys(metrics), *_FIRST[3:]], restval="")
+    writer.writeheader()
+    writer.writerows(sorted(lines, key=lambda line: int(line["step"])))
+    files.replace_file(run / TABLE, table.getvalue().encode())
 
 
 def read_evaluations(run: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,17 @@ class EvaluationRecorder:
     failures: int = 0
     _best: BestTracker | None = None
     _asked_to_stop: bool = False
+    _compared: Sequence[Mapping[str, Any]] = field(default_factory=list)  # the evaluations that it is the best of
     _writer: Any = None  # for TensorBoard
 
     def __post_init__(self) -> None:
-        with self.records.locked():
-            for line in self.records.evaluated()[-1:]:  # of a watcher that was killed before it updated the link
-                self._find_best(line)
+        self.follow()  # a watcher that was killed may not have updated the link
+
+    def follow(self) -> None:
+        """Takes account of what other watchers have recorded, and of which checkpoints are left."""
+        if self._left() != self._compared:
+            with self.records.locked():
+                self._find_best()
 
     def record(self, found: EvaluationRecord, status: str, values: Mapping[str, Any]) -> None:
         """Records a checkpoint, unless another watcher has. `values` are metrics, or the reason why there are none.
@@ -92,7 +97,7 @@ class EvaluationRecorder:
         self.failures += status == FAILED
         with self.records.locked():  # so that other watchers do not link an outdated best checkpoint
             line = self.records.add(found, status, values)
-            best = self._find_best(values) if line is not None and status == EVALUATED else None
+            best = self._find_best() if line is not None and status == EVALUATED else None
         if line is None:
             return
         self.show(line, best == found.step)
@@ -119,18 +124,22 @@ class EvaluationRecorder:
         if self._writer is not None:
             self._writer.close()
 
-    def _find_best(self, values: Mapping[str, Any]) -> int | None:
+    def _left(self) -> list[dict[str, Any]]:
+        """The evaluations whose checkpoints exist."""
+        lines = self.records.evaluated()
+        return [line for line in lines if checkpoint_path(self.request.path, line["step"]).is_dir()]
+
+    def _find_best(self) -> int | None:
         """The step of the best evaluated checkpoint that exists, which is linked as `best` where that is wanted."""
-        asked = self.request
-        if self._best is None:
-            needed = asked.patience is not None
-            self._best = BestTracker.choose(asked.metric, asked.greater_is_better, values, needed=needed)
+        asked, self._compared = self.request, self._left()
+        if self._best is None and self._compared:
+            needed, first = asked.patience is not None, self._compared[0]
+            self._best = BestTracker.choose(asked.metric, asked.greater_is_better, first, needed=needed)
         if self._best is None:
             return None
-        lines = self.records.evaluated()
-        self.best = self._best.step([line for line in lines if checkpoint_path(asked.path, line["step"]).is_dir()])
+        self.best = self._best.step(self._compared)
         if self.best is not None and self.moves_best:
-            point_best(self.request.path, self.best)
+            point_best(asked.path, self.best)
         return self.best
 
     def _check_patience(self) -> None:

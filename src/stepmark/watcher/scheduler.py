@@ -18,11 +18,14 @@ from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
 from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.checkpoint.save.delete_old_checkpoints import read_deleted
 from stepmark.errors import CheckpointError, CheckpointNotFound
+from stepmark.filesystem.cache_folder import with_addresses
+from stepmark.filesystem.local_paths import is_address
 from stepmark.liveness.heartbeat import STALE
 from stepmark.liveness.running_time import running_time
 from stepmark.trainer.run_folder.status import ENDED, RunStatus
 from stepmark.watcher.evaluation_data import Request
 from stepmark.watcher.evaluation_records import EvaluationRecord, EvaluationRecords
+from stepmark.watcher.followed_run import FollowedRun
 
 STARTING = 600.0  # seconds that ranks which are started again may take until the run is claimed
 
@@ -30,15 +33,17 @@ STARTING = 600.0  # seconds that ranks which are started again may take until th
 class RunState:
     """The state of a run, as its folder shows it; polled."""
 
-    def __init__(self, run: Path) -> None:
-        self._run = run
+    def __init__(self, run: Path, followed: FollowedRun | None = None) -> None:
+        """`followed`: as the folder follows one in a bucket."""
+        self._run, self._followed = run, followed
         self._heartbeats = Leases(run)
         self._silent_since: float | None = None
 
     def ended(self) -> str | None:
         """How the run has ended, in words; None while it is in progress or has not begun. One whose status is running
         counts as ended after STALE seconds without a heartbeat, in which this process was running."""
-        if any(map(self._heartbeats.alive, heartbeat_files(self._run))):  # of a process that owns the folder
+        owned = self._followed is not None and self._followed.owned
+        if owned or any(map(self._heartbeats.alive, heartbeat_files(self._run))):  # of a process that owns the folder
             self._silent_since = None
             return None
         status = RunStatus.read(self._run)
@@ -75,7 +80,8 @@ class EvaluationScheduler:
         self._say = say
         self._said: set[str] = set()
         self._leases = Leases(run)
-        self._state = RunState(run)
+        self._followed = FollowedRun(run) if is_address(with_addresses(str(run))) else None
+        self._state = RunState(run, self._followed)
         self._lease: Lease | None = None
         self._known: dict[Path, tuple[tuple[int, int], EvaluationRecord]] = {}  # by inode and time of change
         self._records: EvaluationRecords | None = None
@@ -88,12 +94,16 @@ class EvaluationScheduler:
         self._records, self._label, self.deleted_before = records, setup, deleted_before
 
     def release(self) -> None:
+        if self._followed is not None:
+            self._followed.release()
         if self._lease is not None:
             self._lease.release()
             self._lease = None
 
     def look(self) -> EvaluationJob:
         """The next job. Raises CheckpointNotFound where there is nothing to evaluate and nothing to wait for."""
+        if self._followed is not None and not self._followed.look():
+            return EvaluationJob("wait")
         ended = self._state.ended()  # before the checkpoints are listed: the last one is there when the run ends
         there = checkpoints(self._run)[::-1]
         if self._records is None:
@@ -111,15 +121,17 @@ class EvaluationScheduler:
     def _first(self, there: list[Path], ended: str | None) -> EvaluationJob:
         for path in there[::-1]:
             self._lease = Lease.take(path, "setup")
-            if self._lease is not None:
+            if self._lease is not None and self._is_here(path):
                 return EvaluationJob("prepare", path)
+            self.release()
         if not self._request.watch:
             runs = sorted(path.parent for path in self._run.glob("*/checkpoint-*") if step_of(path) is not None)
             advice = f"give one run: {runs[0]}" if runs else "--watch waits for them"
             raise CheckpointNotFound(f"{self._run} has no checkpoints; {advice}")
         if ended is not None:
             raise CheckpointError(f"{self._run} has no checkpoints, and its run has ended ({ended})")
-        self._say_once(f"waiting for the first checkpoint in {self._run}")
+        awaited = f"the first checkpoint in {self._run}" if self._run.is_dir() else f"{self._run} to appear"
+        self._say_once(f"waiting for {awaited}")
         return EvaluationJob("wait")
 
     def _find(self, path: Path) -> EvaluationRecord | None:
@@ -141,21 +153,22 @@ class EvaluationScheduler:
 
     def _claim(self, path: Path, found: EvaluationRecord, records: EvaluationRecords) -> bool:
         """Claims the checkpoint for this watcher, unless another has it, or it is gone or done."""
-        if self._leases.held(path, self._label):
+        claimed = self._followed is None or self._followed.claim(path, self._label)
+        if not claimed or self._leases.held(path, self._label):
             self._say_once(f"{path.name} is being evaluated by another watcher")
+            self.release()
             return False
-        lease = Lease.take(path, self._label)
-        if lease is None:
-            return False
-        if self._leases.held(path, self._label, but=lease):  # both back off
-            lease.release()
+        self._lease = Lease.take(path, self._label)
+        rival = self._lease is not None and self._leases.held(path, self._label, but=self._lease)
+        if self._lease is not None and not rival and found not in records.done() and self._is_here(path):
+            return True
+        self.release()
+        if rival:  # both back off
             time.sleep(random.uniform(0.0, BACKOFF))
-            return False
-        if found in records.done():
-            lease.release()
-            return False
-        self._lease = lease
-        return True
+        return False
+
+    def _is_here(self, path: Path) -> bool:
+        return self._followed is None or self._followed.fetch(path)
 
     def _finished(self, pending: bool, ended: str | None, done: set[EvaluationRecord]) -> bool:
         until = self._request.until

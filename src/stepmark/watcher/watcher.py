@@ -70,12 +70,14 @@ class Watcher:
                 own = self._scheduler.look() if self._host.rank == 0 else None
                 told = self._host.broadcast(own and (own.kind, own.checkpoint))
                 job = own or EvaluationJob(*told)
+                if self.recorder is not None:
+                    self.recorder.follow()
                 if job.kind == "end":
                     break
                 self._do(job)
             return int(self._host.broadcast(self.recorder.failures if self.recorder is not None else 0))
         finally:
-            self._scheduler.release()
+            self._release()
             if self.recorder is not None:
                 self.recorder.close()
 
@@ -100,7 +102,7 @@ class Watcher:
             time.sleep(RETRY_AFTER)
             return
         finally:
-            self._scheduler.release()
+            self._release()
         if self._host.rank != 0:
             return
         records = EvaluationRecords(self.request.path, self._setup.identity)
@@ -125,7 +127,11 @@ class Watcher:
             self.recorder.record(found, SKIPPED, {"reason": "it was deleted while it was being read"})
         else:
             self.recorder.record(found, FAILED, {"reason": problem})
-        self._scheduler.release()
+        self._release()
+
+    def _release(self) -> None:
+        if self._host.rank == 0:  # which alone looks
+            self._scheduler.release()
 
     def _try(self, checkpoint: Path) -> _EvaluationOutcome:
         assert self._setup is not None

@@ -18,6 +18,7 @@ from stepmark.cli.main import run
 from stepmark.filesystem.objects import Bucket
 from stepmark.preflight.doctor import shared_folder
 from stepmark.trainer.run_folder import run_mirror
+from stepmark.watcher.evaluation_records import read_evaluations
 from tests.support.buckets import SECRET, Proxy, make_bucket
 from tests.support.recipes import write_recipe
 from tests.support.run_folders import model_digest, read_losses, read_status
@@ -145,9 +146,58 @@ def test_what_is_not_there_is_named(
     assert json.dumps(sorted(path.name for path in tmp_path.iterdir())) == "[]"
 
 
-def test_a_run_in_a_bucket_is_not_watched(trained: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["evaluate", trained[1], "--watch"]) == 2
-    assert "--watch: follows a run's folder" in capsys.readouterr().err
+def test_a_run_in_a_bucket_is_watched(
+    trained: tuple[Path, str],
+    proxy: Proxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It may begin later. Its evaluations, and the best by its metric, are there as in a folder; again, nothing is left
+    to do."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STEPMARK_CACHE", "../" + tmp_path.name + "/cache")
+    shutil.copytree(trained[0], tmp_path / "whole", symlinks=True)
+    with (tmp_path / "whole" / "used_recipe.yaml").open("a") as file:
+        file.write("metric_for_best_model: perplexity\ngreater_is_better: true\n")
+    place, sleep, waits = f"{make_bucket(proxy)}/run", time.sleep, 0
+    words, told = ["--watch", "--max_samples", "2", "--interval", "0.1"], []
+    for each in (str(tmp_path / "run"), place):
+        waits = 0
+
+        def wait(seconds: float, each: str = each) -> None:
+            nonlocal waits
+            if threading.current_thread() is threading.main_thread():
+                waits += 1
+                if waits == 1:  # before it has written its recipe
+                    (tmp_path / "run").mkdir() if each != place else Bucket(place).put("status.json", b"{}")
+                elif waits == 2 and each == place:
+                    assert run(["copy", str(tmp_path / "whole"), place]) == 0
+                elif waits == 2:
+                    shutil.copytree(tmp_path / "whole", each, symlinks=True, dirs_exist_ok=True)
+            sleep(seconds)
+
+        capsys.readouterr()
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "sleep", wait)
+            assert run(["evaluate", each, *words]) == 0
+        printed = "".join(capsys.readouterr())
+        told.append(re.sub(r"\d+(\.\d+)? MB.*|.* files, .*\n", "", printed.replace(each, "RUN")))
+    assert told[0] == told[1]
+    assert "RUN to appear\nwaiting for the first checkpoint in RUN\n" in told[0]
+    bucket, names = Bucket(place), ("step", "status", "save", "setup", "eval_loss")
+    there = [json.loads(line) for line in bucket.read("evaluations.jsonl").splitlines()]
+    assert [[line.get(name) for name in names] for line in there] == [
+        [line.get(name) for name in names] for line in read_evaluations(tmp_path / "run")
+    ]
+    assert bucket.read("best").decode() == (tmp_path / "run" / "best").readlink().name == "checkpoint-1"
+    assert bucket.stat("evaluations.csv") is not None
+    proxy.requests.clear()
+    assert run(["evaluate", place, *words]) == 0
+    written = {path.rpartition("/")[2].partition("-")[0] for method, path in proxy.requests if method == "PUT"}
+    assert written <= {"best", "check"}
+    assert not [path for _, path in proxy.requests if path.endswith("model.safetensors") and "checkpoint-1" in path]
+    assert list((tmp_path / "cache" / "fetched").rglob("*")) == []
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["address", "folder"])

@@ -99,6 +99,16 @@ class BucketClaim:
                     logger.warning("cannot release %s: %s", self._bucket.url, describe_error(error))
 
 
+def is_owned(bucket: Bucket, silence: Silence) -> bool:
+    """Whether a live process owns the place, as far as looks with the same `silence` can tell. Raises OSError."""
+    try:
+        data, tag = bucket.read_tagged(OWNER)
+    except FileNotFoundError:
+        return False
+    quiet, owner = silence.seconds({OWNER: tag})[OWNER], _read(data)
+    return bool(owner.get("run")) and quiet < STALE and not has_ended(owner.get("process"))
+
+
 def _take(bucket: Bucket, identity: dict[str, Any], clock: Clock) -> str:
     """Makes the owner's object this run's, and returns its tag; raises as `BucketClaim.take`."""
     own, silence, waits = _content(identity, 0), Silence(clock), False

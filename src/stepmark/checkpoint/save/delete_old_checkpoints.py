@@ -85,8 +85,7 @@ class CheckpointCleaner:
             return  # who reads the run knows nothing of it
         saved, name = self._known[path]
         try:
-            deleted = DeletedCheckpoint(saved.step, name, time.time())
-            append_line(self._folder / COORDINATION / DELETED, asdict(deleted))
+            note_deleted(self._folder, saved.step, name)
         except OSError as error:
             logger.warning("that %s was deleted could not be noted: %s", path, describe_error(error))
 
@@ -102,6 +101,11 @@ def _saved(path: Path) -> tuple[Saved, str]:
     check_name(path, manifest)
     saved = Saved(manifest.step, manifest.time, decode_plain(manifest.metrics), resumable=not manifest.model_only)
     return saved, manifest.save
+
+
+def note_deleted(folder: Path, step: int, save: str) -> None:
+    """Adds to what `read_deleted` returns."""
+    append_line(folder / COORDINATION / DELETED, asdict(DeletedCheckpoint(step, save, time.time())))
 
 
 def read_deleted(folder: Path) -> list[DeletedCheckpoint]:
