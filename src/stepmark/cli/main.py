@@ -32,7 +32,7 @@ from stepmark.liveness.process_exit import reported
 
 _MODULES = (
     "init train precompile evaluate consolidate import_command export_command copy_command inspect plan doctor report "
-    "rows verify cache stop"
+    "rows verify cache stop drill"
 )
 COMMANDS = {name.removesuffix("_command"): importlib.import_module(f"stepmark.cli.{name}") for name in _MODULES.split()}
 OTHERS_FIRST = 1.5  # seconds that a rank waits for the first rank of its node

@@ -27,7 +27,7 @@ REQUEST = 60.0  # seconds that a request may take, of at most PART bytes
 REPEATED = 180.0  # seconds in which a request that fails is repeated
 PART = 8 << 20  # bytes of a request; a larger object is sent in several
 IN_FLIGHT = 4  # of them at a time, for each object
-AWAY = "STEPMARK_BUCKET_AWAY"  # names a file of scripts/drill.py: while it exists, every request fails
+AWAY = "STEPMARK_BUCKET_AWAY"  # names a file of `stepmark drill`: while it exists, every request fails
 
 _ERRORS = {  # by the answer's status
     "401": (errno.EACCES, "renew the credentials, or set them"),

@@ -1,4 +1,4 @@
-"""What scripts/drill.py finds where promises are kept, where they are broken, and where it cannot begin."""
+"""What `stepmark drill` finds where promises are kept, where they are broken, and where it cannot begin."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from typing import Any
 
 import pytest
 
-from scripts.drill import FAULTS, Drill, DrilledRun, main
+from stepmark.cli.main import run
 from stepmark.config.recipe import read_recipe
 from stepmark.filesystem import files
 from stepmark.launch.world import World
+from stepmark.preflight.drill.drill import FAULTS, Drill
+from stepmark.preflight.drill.drilled_run import DrilledRun
 from tests.support.braked_run import LAUNCHERS, LONG
 from tests.support.buckets import make_bucket, object_store
 from tests.support.interference import install_brake
 from tests.support.processes import environment, torchrun, wait_until
 from tests.support.recipes import write_recipe
 
-DRILL = Path(__file__).parents[3] / "scripts" / "drill.py"
 STEPS = 8  # of 0.4 seconds each
 
 
@@ -55,7 +56,7 @@ class DrillProcess:
         with (folder / "site" / "sitecustomize.py").open("a") as file:
             file.write(more)
         own = {"PYTHONPATH": site, "STEPMARK_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-        words = [str(DRILL), str(recipe), "--max_steps", str(STEPS), "--json", *arguments]
+        words = ["-m", "stepmark", "drill", str(recipe), "--max_steps", str(STEPS), "--json", *arguments]
         command = torchrun(*words) if launcher else [sys.executable, *words, "--nproc", "2"]
         self.folder = folder
         with (folder / "stderr").open("w") as told:
@@ -157,7 +158,7 @@ def test_a_folder_without_renames_is_the_culprit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rename: Any, culprit: str
 ) -> None:
     monkeypatch.setattr(files, "rename", rename)
-    assert main([str(write_recipe(tmp_path)), "--json"]) == 1
+    assert run(["drill", str(write_recipe(tmp_path)), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["findings"]
     assert [each["name"] for each in found if each["status"] == "failure"] == [culprit]
     assert {each["text"] for each in found if each["topic"] == "drill"} == {f"left out: see {culprit}"}
@@ -185,10 +186,8 @@ def test_a_wrong_call_leaves_nothing(
     launched = "--nproc" in arguments and arguments[1] != "0"
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items() if launched else ():
         monkeypatch.setenv(name, value)
-    assert main([str(write_recipe(tmp_path)), *arguments]) == 2
-    told = capsys.readouterr().err
-    assert f"error: {words}" in told
-    assert "drill.py" not in told
+    assert run(["drill", str(write_recipe(tmp_path)), *arguments]) == 2
+    assert f"error: {words}" in capsys.readouterr().err
     assert list(tmp_path.glob("out*")) == []
 
 

@@ -1,205 +1,39 @@
 """Rehearses faults on short runs of a recipe, on the machines and the storage of the real one; see docs/drill.md.
 
-    python scripts/drill.py recipe.yaml --nproc 4 [--only FAULTS] [--json] [--FIELD VALUE ...]
-    torchrun --nnodes 2 --nproc-per-node 8 scripts/drill.py recipe.yaml
-
-Each fault has a run of its own: child processes that train as `stepmark train` does, and are disturbed. Each has to end
-as the undisturbed one has. Where a launcher has started the drill, there is a process of it for each rank; all but the
-first `follow`.
+Each fault has a run of its own, which has to end as the undisturbed one has.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import hashlib
-import json
 import math
 import os
-import resource
 import signal
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, step_of
+from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.checkpoint.format.verify import verify
 from stepmark.checkpoint.places import verify_there
-from stepmark.cli import main as command_line
-from stepmark.cli.recipe_fields import add_run_arguments, recipe_of
-from stepmark.config.recipe import Recipe, kept_text
+from stepmark.config.recipe import Recipe
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.filesystem import files
-from stepmark.filesystem.json_files import read_lines
 from stepmark.filesystem.objects import AWAY, Bucket
 from stepmark.launch.join_clock import JoinClock, join_timeout
-from stepmark.launch.rank_count import RankCount
-from stepmark.launch.supervisor import SUPERVISOR, check_nproc, rank_command
 from stepmark.launch.threads import chosen_threads
 from stepmark.launch.world import World
 from stepmark.liveness.process_exit import INTERRUPTED, say
 from stepmark.liveness.progress import END_FLOOR, FACTOR, FLOOR
-from stepmark.preflight.doctor.examine import to_json, to_text, will_fail
+from stepmark.preflight.doctor.examine import will_fail
 from stepmark.preflight.doctor.findings import Finding, Status
 from stepmark.preflight.doctor.shared_folder import look_at_folder
-from stepmark.recipe.early_checks import check_early
+from stepmark.preflight.drill.drilled_run import DrilledRun, dismiss, follow
 from stepmark.runtime.hardware import count_devices
-from stepmark.trainer.run_folder.run_log import EVENTS, METRICS
-
-POLL = 0.05  # seconds
-GRACE = 15.0  # seconds in which ranks end after another one
-
-
-def follow(world: World, store: Any) -> None:
-    """Starts the rank of this place whenever the first process starts its own; returns when that has ended."""
-    for number in count():
-        order = json.loads(store.get(f"drill/{number}"))
-        if not order:
-            break
-        process, end = _start(world, *order), None
-        while process.poll() is None:
-            if end is None and store.check([f"drill/{number}/0"]):
-                end = time.monotonic() + GRACE
-            if end is not None and time.monotonic() > end:
-                process.kill()
-            time.sleep(POLL)
-        store.set(f"drill/{number}/{world.rank}", str(process.returncode))
-    store.set(f"drill/end/{world.rank}", "")
-
-
-def dismiss(world: World, store: Any) -> None:
-    """Ends the processes that `follow`. This one may serve their store, so it waits until they have heard it."""
-    store.set(f"drill/{DrilledRun.attempts}", "null")
-    with contextlib.suppress(RuntimeError):
-        store.wait([f"drill/end/{rank}" for rank in range(1, world.size)], timedelta(seconds=2 * GRACE))
-
-
-def _start(world: World, command: Sequence[str], output: str, port: int) -> subprocess.Popen[bytes]:
-    place = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"} if world.size > 1 else {}
-    environment = {**os.environ, **place, SUPERVISOR: str(os.getpid())}  # so that it ends with this process
-    with open(f"{output}.{world.rank}.txt", "ab") as file:
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-
-
-class DrilledRun:
-    """A run in a folder of its own, which `command` trains. An attempt is killed after `limit` seconds. `store`: of the
-    processes of the drill, if they are several."""
-
-    attempts = 0  # of all runs
-
-    def __init__(self, folder: Path, command: Sequence[str], limit: float, world: World, store: Any) -> None:
-        self.folder, self._command, self._limit = folder, list(command), limit
-        self._world, self._store = world, store
-        self._process: subprocess.Popen[bytes] | None = None
-        self.began = self.disturbed = self.ended = 0.0  # of the last attempt, in seconds since the Unix epoch
-
-    def start(self, ranks: int) -> None:
-        """Starts an attempt; under a launcher its ranks are those that it has started."""
-        with socket.create_server(("", 0)) as free:
-            port = free.getsockname()[1]
-        command = [*self._command, *(["--nproc", str(ranks)] if self._store is None else [])]
-        if self._store is not None:
-            self._store.set(f"drill/{DrilledRun.attempts}", json.dumps([command, str(self.folder), port]))
-        self._process, self.began = _start(self._world, command, str(self.folder), port), time.time()
-
-    def until(self, condition: Callable[[], bool]) -> bool:
-        """Whether the condition came true before the attempt ended."""
-        assert self._process is not None
-        while not condition():
-            if time.time() > self.began + self._limit:
-                self.kill()
-            if self._process.poll() is not None:
-                return False
-            time.sleep(POLL)
-        return True
-
-    def end(self) -> int:
-        """Waits until all ranks have ended. Returns the attempt's exit code: of a failure, if there was one."""
-        assert self._process is not None
-        self.until(lambda: False)
-        self.ended, codes = time.time(), [self._process.returncode]
-        if self._store is not None:
-            names = [f"drill/{DrilledRun.attempts}/{rank}" for rank in range(self._world.size)]
-            self._store.set(names[0], str(codes[0]))
-            codes += [int(self._store.get(name)) for name in names[1:]]
-        DrilledRun.attempts += 1
-        return next((code for code in codes if code not in (0, INTERRUPTED)), max(codes))
-
-    def send(self, number: int, *, to_rank: bool = False) -> None:
-        """Sends a signal to the run, or to one of its ranks."""
-        assert self._process is not None
-        self.disturbed = time.time()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill([self._process.pid, *self._ranks()][-1 if to_rank else 0], number)
-
-    def fill_disk(self) -> None:
-        """From now on, no file of these ranks grows beyond half of the largest one, as if the disk were full."""
-        self.disturbed = time.time()
-        largest = max(path.stat().st_size for path in self.folder.rglob("*.safetensors"))
-        for process in self._ranks():
-            with contextlib.suppress(ProcessLookupError):
-                hard = resource.prlimit(process, resource.RLIMIT_FSIZE)[1]
-                resource.prlimit(process, resource.RLIMIT_FSIZE, (largest // 2, hard))
-
-    def kill(self) -> None:
-        """Kills the run: the kernel kills ranks with their supervisor."""
-        if self._process is not None and self._process.poll() is None:
-            ranks, self.disturbed = self._ranks(), time.time()
-            self._process.kill()
-            self._process.wait()
-            while any(Path(f"/proc/{rank}/exe").exists() for rank in ranks) and time.time() < self.disturbed + GRACE:
-                time.sleep(POLL)
-
-    def _ranks(self) -> list[int]:
-        """The ranks that this process has started, by their process ids."""
-        assert self._process is not None
-        own = self._process.pid
-        with contextlib.suppress(OSError):
-            children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
-            return [own] if self._store is not None else [int(each) for each in children]
-        return []
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps of its complete checkpoints, newest first; 0 is the last."""
-        return [*(step_of(path) or 0 for path in checkpoints(self.folder)), 0]
-
-    @property
-    def step(self) -> int:
-        """The last step that was logged."""
-        return max((line["step"] for line in self.metrics()), default=0)
-
-    def error(self, code: int) -> str:
-        """The last one that was printed by an attempt that has ended with this code."""
-        lines = Path(f"{self.folder}.{self._world.rank}.txt").read_text(errors="replace").splitlines()
-        said = next((line for line in reversed(lines) if line.startswith("error: ")), "")
-        said = said or "no error was printed; a run that takes too long is killed, and lasts less with --max_steps"
-        return f"exit code {code} after {self.ended - self.began:.0f} s: {said.removeprefix('error: ')}"
-
-    def events(self, *kinds: str) -> list[dict[str, Any]]:
-        return [line for line in read_lines(self.folder / EVENTS) if line.get("event") in kinds]
-
-    def metrics(self, name: str = "loss") -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl that have a value of this name."""
-        return [line for line in read_lines(self.folder / METRICS) if name in line]
-
-    def result(self) -> tuple[dict[int, str], str]:
-        """What has to be the same: the loss and gradient norm of every step, and a digest of the final model."""
-        losses = {line["step"]: f"{line['loss']} {line.get('grad_norm')}" for line in self.metrics()}
-        digest = hashlib.sha256()
-        for path in sorted(self.folder.glob("*.safetensors")):
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        return losses, digest.hexdigest()
-
 
 STEPS, TRAINED, MOST_STEPS = 24, 6.0, 2000  # steps of a run; where they take fewer seconds than that, more of them
 SHARE = 0.6  # of the steps, before the fault
@@ -502,64 +336,3 @@ def _row(name: str, verdict: str, text: str, **values: Any) -> Finding:
     times = [words[each].format(value) for each, value in values.items() if each in words and value is not None]
     status = Status.FAILURE if verdict == "broken" else Status.OK
     return Finding("drill", name, "; ".join([f"{verdict}: {text}", *times]), status, {"verdict": verdict, **values})
-
-
-HELP = "rehearse faults on short runs of a recipe, beside its output_dir: does each end as an undisturbed one does?"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    some = "these faults alone, by their names in the table, with commas between them"
-    parser.add_argument("--only", metavar="FAULTS", help=some)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    add_run_arguments(parser)
-
-
-def run(parsed: argparse.Namespace) -> int:
-    """Prints what became of each fault; returns 1 where a promise was broken, else 0."""
-    try:
-        return rehearse(parsed)
-    except StepmarkError as error:  # a command's error names a line of code that is not Stepmark's, such as this file's
-        if parsed.traceback:
-            raise
-        if World.from_environment().local_rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-
-
-def rehearse(parsed: argparse.Namespace) -> int:
-    """As `run`. Raises StepmarkError for a wrong call or recipe."""
-    recipe, world = recipe_of(parsed), World.from_environment()
-    if not sys.platform.startswith("linux"):
-        raise UsageError("drill: needs Linux, whose /proc it finds the ranks in")
-    ranks = world.size
-    if parsed.nproc is not None:
-        ranks = RankCount.of(parsed.nproc, None, recipe.training, count_devices).now
-        check_nproc(ranks)
-    names = list(FAULTS) if parsed.only is None else parsed.only.split(",")
-    if unknown := [name for name in names if name not in FAULTS]:
-        raise UsageError(f"--only: {unknown[0]!r} is no fault; choose among {', '.join(FAULTS)}")
-    command = rank_command(["train", *(each for each in parsed.arguments[1:] if each != "--json")], "--only")
-    steps = None if parsed.max_steps is None or recipe.training.max_steps < 1 else recipe.training.max_steps
-    drill = Drill(recipe, command, steps, parsed.save_steps, world, ranks)
-    check_early(recipe_of(argparse.Namespace(**{**vars(parsed), **drill.overrides(drill.steps)})))
-    found = []
-    with kept_text(parsed.recipe):
-        for finding in drill.findings(names):
-            found.append(finding)
-            say(f"drill: {finding.name}: {finding.text}")
-    if found:
-        print(json.dumps(to_json(found), indent=2) if parsed.json else to_text(found))
-    return int(will_fail(found))
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs the drill as a command of Stepmark; returns its exit code."""
-    command_line.COMMANDS["drill"] = sys.modules[__name__]
-    try:
-        return command_line.run(["drill", *arguments])
-    finally:
-        del command_line.COMMANDS["drill"]
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

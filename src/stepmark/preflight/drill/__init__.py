@@ -1,0 +1,1 @@
+"""`stepmark drill`: what faults do to a recipe's runs, tried on the real machines and storage."""
