@@ -71,6 +71,10 @@ SEARCHES = {
     "karpenter": "aws/",
     "mfu": "faq/",
     "profiler": "performance/",
+    "drill": "drill/",
+    "rehearsal": "drill/",
+    "snapshots": "memory/",
+    "s3": "object-storage/",
 }
 
 

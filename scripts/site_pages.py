@@ -37,6 +37,8 @@ BOOSTS = {
     "sharding": 6,
     "pipelines": 6,
     "experts": 6,
+    "object-storage": 6,
+    "drill": 6,
     "checkpoint-format": 3,
     "data": 3,
     "glossary": 0.2,
