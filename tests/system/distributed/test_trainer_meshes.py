@@ -70,7 +70,7 @@ def test_a_run_goes_on_on_another_mesh(ranks: Ranks, tmp_path: Path, alone: dict
     for steps, nproc, mesh in (
         (2, 2, TENSOR_PARALLEL),
         (4, 4, EVERYTHING),
-        (5, 4, {**PIPELINE, **TENSOR_PARALLEL}),
+        (5, 4, {**PIPELINE, **TENSOR_PARALLEL, "per_device_train_batch_size": 1}),  # of both logical ranks
         (6, 2, {"per_device_train_batch_size": 2}),
     ):
         last = ranks.run(PROGRAM, {**options, **mesh, "stop_at": steps}, nproc=nproc).check()[0]
