@@ -134,10 +134,10 @@ def test_images_train_with_it(tmp_path: Path) -> None:
 
 
 MESHES: list[tuple[int, dict[str, Any]]] = [
+    (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),  # whose layers seed and communicate
     (2, {}),
     (2, {"zero_1": True}),
     (2, {"tensor_parallel_size": 2}),
-    (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
     (2, {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2}),
 ]
 

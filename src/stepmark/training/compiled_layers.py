@@ -15,6 +15,12 @@ from stepmark.runtime.eager import kept_generators
 
 MOST_GRAPHS = 64  # of one kind of layer, beyond which it runs uncompiled; torch's 8 are fewer than a few stated lengths
 
+NOT_TRACED = (  # modules that seed and communicate inside of layers: their graphs would depend on the seed's value
+    "stepmark.runtime",
+    "stepmark.parallel.tensor.autograd_collectives",
+    "stepmark.parallel.tensor.dropout",
+)
+
 
 def check_compiler(args: TrainingFields, device: str) -> None:
     """Raises UsageError where torch.compile cannot do what the arguments ask for: tried on one element."""
@@ -53,7 +59,10 @@ def compile_layers(model: nn.Module, args: TrainingFields, *, static: bool) -> N
     resumed run trains the same.
     """
     import torch._dynamo.config as settings
+    from torch._dynamo import trace_rules
 
+    for name in NOT_TRACED:
+        trace_rules.add(name)
     settings.recompile_limit = max(settings.recompile_limit, MOST_GRAPHS)
     for module in layers_of(model):
         module.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode, dynamic=not static)
