@@ -126,8 +126,6 @@ class TensorReader:
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
-        for file in self._files.values():
-            file.close()
 
     def fill(self, targets: Sequence[ReadTarget], runtime: Runtime) -> None:
         """Reads every target and gives live tensors their values, through the runtime where they are not host memory.
@@ -272,13 +270,11 @@ def _like_on_host(live: Tensor, memory: BufferPool) -> Tensor:
 
 
 def _read_runs(runs: Sequence[_Run]) -> None:
-    file, tensor, begin, end, where, in_use = runs[0]
-    if len(runs) == 1 and not in_use:
-        file.read_into(where.data, tensor, begin, end)
-        return
-    data = file.read(tensor, begin, end) if len(runs) == 1 else file.read_tensors([run.tensor for run in runs])
+    file, _, begin, _, where, in_use = runs[0]
+    straight = len(runs) == 1 and not in_use
+    data = file.read([run.tensor for run in runs], begin, runs[-1].end, where.data if straight else None)
     read = np.frombuffer(data, dtype=np.uint8)
-    for run in runs:  # numpy copies in this thread; torch would start a thread team in each thread of the pool
+    for run in () if straight else runs:  # numpy copies in this thread; torch would start a team in each of the pool
         np.copyto(run.where, read[run.begin - begin : run.end - begin])
 
 
@@ -293,7 +289,7 @@ def _copy_boxes(file: VerifiedFile, stored: StoredTensor, begin: int, end: int, 
         return
     first, last = _span(pairs)
     begin = stored.begin + start * size  # a block of the file may begin within an element
-    read = np.frombuffer(file.read(stored, begin + first * size, begin + last * size), dtype=f"u{size}")
+    read = np.frombuffer(file.read([stored], begin + first * size, begin + last * size), dtype=f"u{size}")
     views = block_views(target.host, part, 0, part.slice.numel)
     arrays = [(block.box, host_array(view, write=True)) for block, view in views]
     for pair in pairs:
