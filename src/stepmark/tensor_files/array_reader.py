@@ -63,32 +63,19 @@ class ArrayReader:
         replicas differ, and CheckpointMismatch where a conversion that has to be exact is not.
         """
         runs: Runs = defaultdict(list)
-        later: list[tuple[ElementRange, memoryview]] = []
-        others = []
-        for part in parts:
-            tensor, start, _, memory = part
-            array = tensor.plain_array()
-            if array is None:
-                others.append(part)
-                continue
-            begin = array.offset + start * item_size(tensor.dtype)
-            runs[array.path].append((begin, begin + len(memory), memory))
-        converted = [part for part in others if part.tensor.source_dtype != part.tensor.dtype]
-        sizes = {id(part): (part.stop - part.start) * item_size(part.tensor.source_dtype) for part in converted}
-        scratch = thread_memory("source", sum(sizes.values()))
-        for part in others:
-            stored = part.memory
-            if id(part) in sizes:
-                stored, scratch = scratch[: sizes[id(part)]], scratch[sizes[id(part)] :]
-            if stored is not part.memory or part.tensor.replicas:
-                later.append((part, stored))
-            self._plan(part, stored, runs)
+        sizes = [_converted_bytes(part) for part in parts]
+        scratch = thread_memory("source", sum(sizes))
+        stored: list[memoryview] = []  # the memory of each part for values as they are in the files
+        for part, size in zip(parts, sizes, strict=True):
+            stored.append(scratch[:size] if size else part.memory)
+            scratch = scratch[size:]
+            self._plan(part, stored[-1], runs)
         self._read(runs)
-        for part, stored in later:
+        for part, values in zip(parts, stored, strict=True):
             if part.tensor.replicas:
-                self._compare(part, stored)
-            if stored is not part.memory:
-                _convert(part, stored)
+                self._compare(part, values)
+            if values is not part.memory:
+                _convert(part, values)
 
     def array(self, array: StoredArray) -> Elements:
         """All of a small array, as unsigned integers of its elements' size."""
@@ -165,6 +152,12 @@ class ArrayReader:
                     raise _truncated(array.path, end)
                 mapped = mmap.mmap(file.fileno(), end - low, mmap.MAP_SHARED, mmap.PROT_READ, offset=low)
             target[...] = _strided(mapped, begin - low, array)
+
+
+def _converted_bytes(part: ElementRange) -> int:
+    """Bytes of the part's values in the files, where these have another type."""
+    tensor = part.tensor
+    return 0 if tensor.source_dtype == tensor.dtype else (part.stop - part.start) * item_size(tensor.source_dtype)
 
 
 def _convert(part: ElementRange, stored: memoryview) -> None:

@@ -136,13 +136,6 @@ class GlobalTensor:
         """The element type of its arrays."""
         return self.pieces[0].array.dtype if self.pieces else self.dtype
 
-    def plain_array(self) -> StoredArray | None:
-        """The array in a file that is the tensor as it is written, as of most; None where it takes more than that."""
-        array = self.pieces[0].array if len(self.pieces) == 1 and not self.replicas else None
-        if array is None or array.dtype != self.dtype or array.shape != self.shape or array.data is not None:
-            return None
-        return array if array.strides == row_major_strides(array.shape) else None
-
     @property
     def nbytes(self) -> int:
         """Bytes of all of it, in its own type."""
