@@ -9,8 +9,9 @@ committing   rank 0 commits (commit.py)                               -> "commit
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,47 +103,40 @@ def write_extents(
     """Writes and syncs the extents; returns the checksums of the blocks in them."""
     checksums: Checksums = {}
     for extent in extents:
-        file = plan.files[extent.file]
-        path = folder / file.name
-        files.make_folder(path.parent)
-        with FileOutput(path) as output:
-            write = _block_writer(output, file, extent, memory)
-            for found in in_parallel(write, range(extent.begin, extent.end, BLOCK), threads):
-                for name, number, checksum in found:
-                    checksums.setdefault(extent.file, {}).setdefault(name, {})[number] = checksum
-            output.sync()
+        found = checksums.setdefault(extent.file, {})
+        for name, number, checksum in _write_extent(folder, plan.files[extent.file], extent, memory, threads):
+            found.setdefault(name, {})[number] = checksum
     return checksums
 
 
-def _block_writer(
-    output: FileOutput, file: PlannedFile, extent: Extent, memory: memoryview
-) -> Callable[[int], list[tuple[str, int, str]]]:
-    checksum_blocks = _checksums_by_block(file, extent)
+def _write_extent(
+    folder: Path, file: PlannedFile, extent: Extent, memory: memoryview, threads: int
+) -> Iterator[tuple[str, int, str]]:
+    """Tensor, number and checksum of each block in it, once all are on the disk."""
+    shift = extent.at - extent.begin
+    blocks = [
+        (begin, end, tensor.name, number)
+        for tensor in file.tensors
+        if tensor.begin < extent.end and tensor.end > extent.begin
+        for number, (begin, end) in enumerate(tensor.checksum_blocks())
+        if extent.begin <= begin < extent.end
+    ]
+    windows = [list(found) for _, found in groupby(blocks, key=lambda block: (block[0] - extent.begin) // BLOCK)]
 
-    def write(begin: int) -> list[tuple[str, int, str]]:
-        end = min(begin + BLOCK, extent.end)
-        shift = extent.at - extent.begin
+    def write(window: list[tuple[int, int, str, int]]) -> list[tuple[str, int, str]]:
+        low, high = window[0][0], window[-1][1]
         found = [
-            (name, number, block_checksum(memory[a + shift : b + shift]))
-            for a, b, name, number in checksum_blocks[begin]
+            (name, number, block_checksum(memory[begin + shift : end + shift])) for begin, end, name, number in window
         ]
-        output.write(memory[begin + shift : end + shift], file.header_size + begin)
+        output.write(memory[low + shift : high + shift], file.header_size + low)
         return found
 
-    return write
-
-
-def _checksums_by_block(file: PlannedFile, extent: Extent) -> dict[int, list[tuple[int, int, str, int]]]:
-    """The checksum blocks (begin, end, tensor, number) in each write of the extent, by where the write begins."""
-    blocks: dict[int, list[tuple[int, int, str, int]]] = {begin: [] for begin in range(extent.begin, extent.end, BLOCK)}
-    for tensor in file.tensors:
-        if tensor.begin >= extent.end or tensor.end <= extent.begin:
-            continue
-        for number, (begin, end) in enumerate(tensor.checksum_blocks()):
-            if extent.begin <= begin < extent.end:
-                block = extent.begin + (begin - extent.begin) // BLOCK * BLOCK
-                blocks[block].append((begin, end, tensor.name, number))
-    return blocks
+    path = folder / file.name
+    files.make_folder(path.parent)
+    with FileOutput(path) as output:
+        written = in_parallel(write, windows, threads)
+        output.sync()
+    return chain.from_iterable(written)
 
 
 def write_header(folder: Path, file: PlannedFile, step: int, save: str, checksums: dict[str, dict[int, str]]) -> bytes:
