@@ -178,13 +178,6 @@ class _Machine(pickle._Unpickler):
     def frame(self) -> None:
         self.read(8)
 
-    def long(self) -> None:
-        (size,) = self.read(1)
-        value = int.from_bytes(self.read(size), "little", signed=True)
-        if value.bit_length() > 1024:
-            raise ValueError("an integer of more than 1024 bits")
-        self.append(value)
-
     def byte_array(self) -> None:
         (size,) = unpack("<Q", self.read(8))
         self.append(bytearray(self.read(size)))
@@ -384,15 +377,14 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 _KEPT = (
-    "PROTO STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG FLOAT BINFLOAT STRING "
-    "BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 "
-    "EMPTY_LIST EMPTY_TUPLE EMPTY_DICT EMPTY_SET LIST TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS PUT BINPUT LONG_BINPUT "
-    "MEMOIZE GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID"
+    "PROTO STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 FLOAT BINFLOAT "
+    "STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES "
+    "BINBYTES8 EMPTY_LIST EMPTY_TUPLE EMPTY_DICT EMPTY_SET LIST TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS PUT BINPUT "
+    "LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID"
 )
 
 _OPCODES = {getattr(pickle, name)[0]: _Machine.dispatch[getattr(pickle, name)[0]] for name in _KEPT.split()} | {
     pickle.FRAME[0]: _Machine.frame,
-    pickle.LONG1[0]: _Machine.long,
     pickle.BYTEARRAY8[0]: _Machine.byte_array,
     pickle.DICT[0]: _Machine.make_dict,
     pickle.FROZENSET[0]: _Machine.make_frozenset,
