@@ -1,7 +1,7 @@
 """Reads parts of foreign tensors: elements [start, stop) of the flattened global tensor, assembled from its pieces.
 
-What is in order in file and memory is read straight to where it belongs, neighbours in a file with one call; of all
-else, the part of the file is mapped and copied with its strides. Records are verified before their bytes are used.
+What is in order in file and memory is read straight to where it belongs, in the order of the file; of all else, the
+part of the file is mapped and copied with its strides. Records are verified before their bytes are used.
 """
 
 from __future__ import annotations
@@ -26,10 +26,6 @@ from stepmark.sharding.layout import Box, Shape, TensorSlice, row_major_strides
 from stepmark.tensor_files import conversion
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray
 from stepmark.tensor_files.records import RecordChecks
-
-_GAP = 1 << 12  # bytes between two arrays of a file that are read as well, rather than by another call
-_RUNS = 512  # of one call, with as many gaps; the system takes 1024 buffers
-_UNUSED = memoryview(bytearray(_GAP))  # gets what is between runs, of all threads
 
 Elements = NDArray[Any]  # unsigned integers of the elements' size: numpy lacks some element types
 Run = tuple[int, int, memoryview]  # bytes [begin, end) of a file, and the memory for them
@@ -119,16 +115,11 @@ class ArrayReader:
     def _read(self, runs: Runs) -> None:
         for path, found in runs.items():
             found.sort(key=itemgetter(0))
-            with read_errors_of(path), path.open("rb", buffering=0) as file:
-                for neighbours in _neighbours(found):
-                    buffers: list[memoryview] = []
-                    at = neighbours[0][0]
-                    for begin, end, memory in neighbours:
-                        if begin > at:
-                            buffers.append(_UNUSED[: begin - at])
-                        buffers.append(memory)
-                        at = end
-                    _read_exactly(path, file.fileno(), buffers, neighbours[0][0])
+            with read_errors_of(path), path.open("rb") as file:  # its buffer serves small neighbours
+                for begin, end, memory in found:
+                    file.seek(begin)
+                    if file.readinto(memory) < end - begin:
+                        raise _truncated(path, end)
             self.checks.check(path, found)
 
     def _copy(self, array: StoredArray, target: Elements) -> None:
@@ -173,28 +164,6 @@ def _views(part: ElementRange, stored: memoryview) -> Iterator[tuple[Box, Elemen
     elements = np.frombuffer(stored, f"u{item_size(part.tensor.source_dtype)}")
     for block in TensorSlice.of_range(part.tensor.shape, part.start, part.stop).blocks():
         yield block.box, elements[block.start : block.start + block.box.numel].reshape(block.box.lengths)
-
-
-def _neighbours(runs: Sequence[Run]) -> Iterator[Sequence[Run]]:
-    """Groups runs, in the order of the file, that one call reads."""
-    first = 0
-    for number in range(1, len(runs) + 1):
-        near = number < len(runs) and 0 <= runs[number][0] - runs[number - 1][1] <= _GAP
-        if not near or number - first >= _RUNS:
-            yield runs[first:number]
-            first = number
-
-
-def _read_exactly(path: Path, descriptor: int, buffers: list[memoryview], offset: int) -> None:
-    while buffers:
-        count = os.preadv(descriptor, buffers, offset)
-        if not count:
-            raise _truncated(path, offset + sum(map(len, buffers)))
-        offset += count
-        while buffers and count >= len(buffers[0]):
-            count -= len(buffers.pop(0))
-        if count:
-            buffers[0] = buffers[0][count:]
 
 
 def _truncated(path: Path, end: int) -> CheckpointDamaged:
