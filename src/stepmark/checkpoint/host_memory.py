@@ -126,11 +126,9 @@ def host_memory(size: int) -> Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # of Linux, as the other
-        with contextlib.suppress(OSError):  # a kernel without huge pages: slower to touch, nothing else
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    if hasattr(mmap, "MADV_DONTFORK"):  # a forked loader worker would make the next save copy every page
-        memory.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # a kernel without huge pages: slower to touch, nothing else
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_DONTFORK)  # a forked loader worker would make the next save copy every page
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

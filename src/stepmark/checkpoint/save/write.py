@@ -9,7 +9,7 @@ committing   rank 0 commits (commit.py)                               -> "commit
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
@@ -29,8 +29,7 @@ if TYPE_CHECKING:  # they import torch, which an import of a checkpoint does wit
 
 BLOCK = 8 * CHECKSUM_BLOCK
 
-# file index -> tensor name -> number of the tensor's checksum block -> checksum
-Checksums = dict[int, dict[str, dict[int, str]]]
+Checksums = list[tuple[int, str, int, str]]  # file's index, tensor's name, number of its checksum block, checksum
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,7 @@ class SaveWriter:
     def _write(self, memory: memoryview) -> Checksums:
         self.operation.enter("writing")
         checksums = write_extents(self.temporary, self.plan, self.extents, memory, threads=self.threads)
-        for_others = {
-            index: found for index, found in checksums.items() if self.plan.files[index].finalizer != self.rank
-        }
+        for_others = [each for each in checksums if self.plan.files[each[0]].finalizer != self.rank]
         self.operation.board.post("written", for_others)
         return checksums
 
@@ -73,14 +70,13 @@ class SaveWriter:
         own = [index for index, file in enumerate(self.plan.files) if file.finalizer == self.rank]
         others = {share.rank for index in own for share in self.plan.files[index].shares} - {self.rank}
         posts = self.operation.wait("written", others)
-        headers = {}
+        found: dict[int, dict[str, dict[int, str]]] = {index: {} for index in own}
+        for index, name, number, checksum in chain(checksums, *posts.values()):
+            if index in found:
+                found[index].setdefault(name, {})[number] = checksum
+        headers, manifest = {}, self.commit.manifest
         for index in own:
-            merged: dict[str, dict[int, str]] = {name: dict(found) for name, found in checksums.get(index, {}).items()}
-            for post in posts.values():
-                for name, found in post.get(str(index), {}).items():
-                    merged.setdefault(name, {}).update({int(number): checksum for number, checksum in found.items()})
-            manifest = self.commit.manifest
-            header = write_header(self.temporary, self.plan.files[index], manifest.step, manifest.save, merged)
+            header = write_header(self.temporary, self.plan.files[index], manifest.step, manifest.save, found[index])
             headers[index] = bytes_checksum(header)
         self.operation.board.post("finalized", headers)
 
@@ -101,18 +97,13 @@ def write_extents(
     folder: Path, plan: SavePlan, extents: Sequence[Extent], memory: memoryview, *, threads: int
 ) -> Checksums:
     """Writes and syncs the extents; returns the checksums of the blocks in them."""
-    checksums: Checksums = {}
+    checksums: Checksums = []
     for extent in extents:
-        found = checksums.setdefault(extent.file, {})
-        for name, number, checksum in _write_extent(folder, plan.files[extent.file], extent, memory, threads):
-            found.setdefault(name, {})[number] = checksum
+        checksums += _write_extent(folder, plan.files[extent.file], extent, memory, threads)
     return checksums
 
 
-def _write_extent(
-    folder: Path, file: PlannedFile, extent: Extent, memory: memoryview, threads: int
-) -> Iterator[tuple[str, int, str]]:
-    """Tensor, number and checksum of each block in it, once all are on the disk."""
+def _write_extent(folder: Path, file: PlannedFile, extent: Extent, memory: memoryview, threads: int) -> Checksums:
     shift = extent.at - extent.begin
     blocks = [
         (begin, end, tensor.name, number)
@@ -123,10 +114,11 @@ def _write_extent(
     ]
     windows = [list(found) for _, found in groupby(blocks, key=lambda block: (block[0] - extent.begin) // BLOCK)]
 
-    def write(window: list[tuple[int, int, str, int]]) -> list[tuple[str, int, str]]:
+    def write(window: list[tuple[int, int, str, int]]) -> Checksums:
         low, high = window[0][0], window[-1][1]
         found = [
-            (name, number, block_checksum(memory[begin + shift : end + shift])) for begin, end, name, number in window
+            (extent.file, name, number, block_checksum(memory[begin + shift : end + shift]))
+            for begin, end, name, number in window
         ]
         output.write(memory[low + shift : high + shift], file.header_size + low)
         return found
@@ -136,7 +128,7 @@ def _write_extent(
     with FileOutput(path) as output:
         written = in_parallel(write, windows, threads)
         output.sync()
-    return chain.from_iterable(written)
+    return list(chain.from_iterable(written))
 
 
 def write_header(folder: Path, file: PlannedFile, step: int, save: str, checksums: dict[str, dict[int, str]]) -> bytes:
