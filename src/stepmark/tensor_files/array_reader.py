@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from stepmark.checkpoint.format.block_io import thread_memory
 from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.read_errors import read_errors_of
-from stepmark.checkpoint.format.tensor_file import PAGE
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.sharding.layout import Box, Shape, TensorSlice, row_major_strides
 from stepmark.tensor_files import conversion
@@ -46,11 +45,6 @@ class ArrayReader:
 
     def __init__(self, checks: RecordChecks | None = None) -> None:
         self.checks = checks or RecordChecks()
-
-    def memory(self, size: int, shift: int = 0) -> memoryview:
-        """This thread's memory for its next write; it begins `shift` bytes after a page of memory begins, so that pages
-        of it can be written past the cache."""
-        return thread_memory("window", size)[shift % PAGE :][:size]
 
     def fill(self, parts: Sequence[ElementRange]) -> None:
         """Reads parts of tensors.

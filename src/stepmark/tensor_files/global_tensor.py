@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 from stepmark.checkpoint.format.dtypes import item_size
@@ -88,11 +87,6 @@ def moved(pieces: Iterable[Piece], box: Box, offsets: Shape) -> list[Piece]:
     return found
 
 
-@cache
-def _size(dtype: str, shape: Shape) -> int:
-    return math.prod(shape) * item_size(dtype)
-
-
 @dataclass(slots=True)
 class GlobalTensor:
     """A global tensor, and where its values are.
@@ -139,7 +133,7 @@ class GlobalTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all of it, in its own type."""
-        return _size(self.dtype, self.shape)
+        return math.prod(self.shape) * item_size(self.dtype)
 
     @property
     def where(self) -> str:

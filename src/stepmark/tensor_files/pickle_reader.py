@@ -308,12 +308,13 @@ def _rebuilt(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> S
     (begin,), shape, strides = natural((offset,)), natural(size), natural(stride)
     if len(shape) != len(strides):
         raise ValueError("a tensor's strides do not fit its shape")
-    element, span, total = _sizes(storage.dtype, shape, strides)
-    if begin * element + span > storage.size:
+    element = item_size(storage.dtype)
+    array = StoredArray(storage.path, storage.begin + begin * element, storage.dtype, shape, strides)
+    if begin * element + array.span() > storage.size:
         raise CheckpointDamaged(f"a tensor of shape {list(shape)} exceeds its storage of {storage.size} bytes")
-    if total > storage.size:
+    if array.numel * element > storage.size:
         raise CheckpointDamaged(f"a tensor of shape {list(shape)} repeats elements; save it contiguous")
-    return StoredArray(storage.path, storage.begin + begin * element, storage.dtype, shape, strides)
+    return array
 
 
 def _rebuilt_with_dtype(
@@ -325,13 +326,6 @@ def _rebuilt_with_dtype(
     if name is None:
         raise CheckpointError(f"a tensor has the dtype {dtype.name}, which checkpoints cannot hold")
     return _rebuilt(storage._replace(dtype=name), offset, size, stride, grad, hooks, *rest)
-
-
-@cache
-def _sizes(dtype: str, shape: Shape, strides: Shape) -> tuple[int, int, int]:
-    """Bytes of an element, from the first to the end of the last, and of all."""
-    array = StoredArray(Path(), 0, dtype, shape, strides)
-    return item_size(dtype), array.span(), array.numel * item_size(dtype)
 
 
 def _first(value: Any, *_: Any) -> Any:
