@@ -19,6 +19,7 @@ from struct import unpack
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from stepmark.checkpoint.format.dtypes import dtype_name, item_size
+from stepmark.checkpoint.format.tensor_file import natural_numbers
 from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import StoredArray
@@ -289,10 +290,7 @@ def _sequence(items: Any = (), /) -> list[Any]:
 
 def natural(items: Any) -> Shape:
     """A sequence of non-negative integers as a tuple. Raises ValueError for anything else."""
-    found = tuple(_sequence(items))
-    if any(type(item) is not int or not 0 <= item < 1 << 62 for item in found) or len(found) > 64:
-        raise ValueError("not a shape")
-    return found
+    return natural_numbers(_sequence(items))
 
 
 def _rebuilt(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> StoredArray:
