@@ -66,7 +66,7 @@ def test_a_model_without_room_in_host_memory_is_refused_before_it_is_made(
     assert run(["train", str(write_recipe(tmp_path))]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: config_name: making the model needs ")
-    assert "more of host memory for the model, and 0.06 GiB are free; divide it among ranks" in error
+    assert "more of host memory for the model, and 67.1 MB are free; divide it among ranks" in error
 
 
 @pytest.mark.parametrize(("node", "fits"), [(0, False), (1, True)])

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from stepmark.parallel.loading.tensor_source import FileTensor
-from stepmark.sharding.layout import Box
+from stepmark.checkpoint.format.dtypes import item_size
+from stepmark.parallel.loading import tensor_source
+from stepmark.tensor_files.global_tensor import StoredArray
 
 
 @dataclass
@@ -20,11 +21,11 @@ class Reads:
 @contextmanager
 def counted_reads() -> Iterator[Reads]:
     """While active, counts what tensors are read from files."""
-    reads, original = Reads(), FileTensor._read_box
+    reads, original = Reads(), tensor_source.read_array
 
-    def read(self: FileTensor, file: Any, box: Box, target: Any) -> None:
-        reads.count += box.numel * self.dtype.itemsize
-        original(self, file, box, target)
+    def read(array: StoredArray, target: Any) -> None:
+        reads.count += array.numel * item_size(array.dtype)
+        original(array, target)
 
-    with mock.patch.object(FileTensor, "_read_box", read):
+    with mock.patch.object(tensor_source, "read_array", read):
         yield reads

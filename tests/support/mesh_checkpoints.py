@@ -73,7 +73,7 @@ def _whole(checkpoint: Path, manifest: Manifest, name: str, entry: TensorEntry) 
     for index, tensor_slice in entry.slices:
         file = VerifiedFile(checkpoint, manifest, manifest.files[index])
         stored = file.tensor(name, entry.dtype, tensor_slice)
-        data = np.frombuffer(bytes(file.read(stored, stored.begin, stored.end)), np.uint8)
+        data = np.frombuffer(bytes(file.read([stored], stored.begin, stored.end)), np.uint8)
         data = data.reshape(tensor_slice.numel, -1)
         if whole is None:
             whole = np.zeros((*entry.shape, data.shape[1]), np.uint8)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stepmark.checkpoint.threads import in_parallel
+from stepmark.filesystem.sizes import size as shown
 from stepmark.runtime.hardware import machine_memory
 
 logger = logging.getLogger("stepmark")
@@ -88,7 +89,7 @@ def shortage(needs: Sequence[int], free: Sequence[Mapping[str, int]], one: str, 
         if more > max(0, left - _RESERVE):
             place = "on this node" if limit == MACHINE else "in one container or control group"
             whose = one if len(ranks) == 1 else f"{several} {len(ranks)} ranks {place}"
-            return f"{_gib(more)} more of host memory for {whose}, and {_gib(left)} are free"
+            return f"{shown(more)} more of host memory for {whose}, and {shown(left)} are free"
     return None
 
 
@@ -117,7 +118,7 @@ def pinned_memory(size: int) -> Tensor:
     try:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
-        logger.warning("%s of host memory cannot be page-locked, so saves take longer: %s", _gib(size), error)
+        logger.warning("%s of host memory cannot be page-locked, so saves take longer: %s", shown(size), error)
         return _touched(size)
 
 
@@ -126,11 +127,9 @@ def host_memory(size: int) -> Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # of Linux, as the other
-        with contextlib.suppress(OSError):  # a kernel without huge pages: slower to touch, nothing else
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    if hasattr(mmap, "MADV_DONTFORK"):  # a forked loader worker would make the next save copy every page
-        memory.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # a kernel without huge pages: slower to touch, nothing else
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_DONTFORK)  # a forked loader worker would make the next save copy every page
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -181,7 +180,3 @@ def _left_in(folder: Path) -> int | None:
         except (OSError, ValueError):
             continue
     return None
-
-
-def _gib(size: int) -> str:
-    return f"{size / (1 << 30):.2f} GiB"

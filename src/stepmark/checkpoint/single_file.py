@@ -285,25 +285,20 @@ def _write(state: Any, path: Path) -> None:
             raise UsageError(
                 f"{path} is not a regular file, and stepmark.save replaces the file; use torch.save to write to it"
             )
-        _replace(resolve_link(path), state, path)
-
-
-def _replace(target: Path, state: Any, path: Path) -> None:
-    """Writes the state beside `target`, which is not a link, and renames it. `path` is for error messages."""
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    try:
-        torch.save(state, temporary)
-        refused = get_unsafe_globals_in_checkpoint(temporary)
-        if refused:
-            raise UsageError(
-                f"{path}: torch.load(weights_only=True) would refuse {', '.join(sorted(refused))}; save tensors "
-                "and plain values, such as a module's state_dict()"
-            )
-        files.sync_file(temporary)
-        files.rename(temporary, target)
-        files.sync_folder(target.parent)
-    finally:
-        files.remove_file(temporary)
+        target = resolve_link(path)
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+        try:
+            torch.save(state, temporary)
+            if refused := get_unsafe_globals_in_checkpoint(temporary):
+                raise UsageError(
+                    f"{path}: torch.load(weights_only=True) would refuse {', '.join(sorted(refused))}; save tensors "
+                    "and plain values, such as a module's state_dict()"
+                )
+            files.sync_file(temporary)
+            files.rename(temporary, target)
+            files.sync_folder(target.parent)
+        finally:
+            files.remove_file(temporary)
 
 
 def _check(path: Path) -> bool:

@@ -30,7 +30,7 @@ class ChecksumBlock(Record):
             self.file.compare(self.stored, self.crc, data)
         else:
             begin = self.begin - self.file.header.size
-            self.file.read(self.stored, begin, begin + self.size)
+            self.file.read([self.stored], begin, begin + self.size)
         return self.size
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from stepmark.checkpoint.format.block_io import FileOutput
 from stepmark.checkpoint.format.dtypes import dtype_name
 from stepmark.checkpoint.format.tensor_file import PAGE, header_text, order
+from stepmark.checkpoint.threads import in_parallel
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.filesystem import files
 from stepmark.model_folder.model_files import index_of, split_into_files
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 THREADS = 4
-AHEAD = 4 * THREADS  # jobs given to the threads at a time
 Job = Callable[[], int]  # returns the bytes of tensors that it has written
 WriteTensors = Callable[[Iterable[WrittenTensor], FileOutput, int], None]  # windows are counted from a byte of the file
 MAX_SHARD = 5_000_000_000
@@ -185,33 +185,18 @@ def write_files(
     folder: Path, planned: Sequence[OutputFile], records: Iterable[Record], listener: WritingListener
 ) -> None:
     """Writes the files into a folder, and verifies the records. Raises CheckpointDamaged for a corrupted source."""
-    reader = ArrayReader(RecordChecks(records))
+    reader, telling = ArrayReader(RecordChecks(records)), threading.Lock()
+
+    def run(job: Job) -> None:
+        written = job()
+        with telling:
+            listener.advance(written)
 
     def write_tensors(places: Iterable[WrittenTensor], output: FileOutput, origin: int) -> None:
-        run_jobs(pool, write_jobs(places, reader, output, origin), listener.advance)
+        in_parallel(run, write_jobs(places, reader, output, origin), THREADS)
 
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-write") as pool:
-        for file in planned:
-            path = folder / file.name
-            files.make_folder(path.parent)
-            file.write(path, write_tensors)
-        run_jobs(pool, reader.checks.rest(), listener.advance)
-
-
-def run_jobs(pool: ThreadPoolExecutor, work: Iterable[Job], advance: Callable[[int], None]) -> None:
-    """Runs all jobs, a few ahead of those that are done. When it returns or raises, none is running."""
-    remaining: Iterator[Job] = iter(work)
-    pending: set[Future[int]] = set()
-    try:
-        while True:
-            while len(pending) < AHEAD and (job := next(remaining, None)) is not None:
-                pending.add(pool.submit(job))
-            if not pending:
-                return
-            done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for future in done:
-                advance(future.result())
-    finally:
-        for future in pending:
-            future.cancel()
-        wait(pending)
+    for file in planned:
+        path = folder / file.name
+        files.make_folder(path.parent)
+        file.write(path, write_tensors)
+    in_parallel(run, reader.checks.rest(), THREADS)

@@ -1,7 +1,7 @@
 """Reads parts of foreign tensors: elements [start, stop) of the flattened global tensor, assembled from its pieces.
 
-What is in order in file and memory is read straight to where it belongs, neighbours in a file with one call; of all
-else, the part of the file is mapped and copied with its strides. Records are verified before their bytes are used.
+What is in order in file and memory is read straight to where it belongs, in the order of the file; of all else, the
+part of the file is mapped and copied with its strides. Records are verified before their bytes are used.
 """
 
 from __future__ import annotations
@@ -20,16 +20,11 @@ from numpy.typing import NDArray
 from stepmark.checkpoint.format.block_io import thread_memory
 from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.read_errors import read_errors_of
-from stepmark.checkpoint.format.tensor_file import PAGE
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.sharding.layout import Box, Shape, TensorSlice, row_major_strides
 from stepmark.tensor_files import conversion
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray
 from stepmark.tensor_files.records import RecordChecks
-
-_GAP = 1 << 12  # bytes between two arrays of a file that are read as well, rather than by another call
-_RUNS = 512  # of one call, with as many gaps; the system takes 1024 buffers
-_UNUSED = memoryview(bytearray(_GAP))  # gets what is between runs, of all threads
 
 Elements = NDArray[Any]  # unsigned integers of the elements' size: numpy lacks some element types
 Run = tuple[int, int, memoryview]  # bytes [begin, end) of a file, and the memory for them
@@ -51,11 +46,6 @@ class ArrayReader:
     def __init__(self, checks: RecordChecks | None = None) -> None:
         self.checks = checks or RecordChecks()
 
-    def memory(self, size: int, shift: int = 0) -> memoryview:
-        """This thread's memory for its next write; it begins `shift` bytes after a page of memory begins, so that pages
-        of it can be written past the cache."""
-        return thread_memory("window", size)[shift % PAGE :][:size]
-
     def fill(self, parts: Sequence[ElementRange]) -> None:
         """Reads parts of tensors.
 
@@ -63,32 +53,19 @@ class ArrayReader:
         replicas differ, and CheckpointMismatch where a conversion that has to be exact is not.
         """
         runs: Runs = defaultdict(list)
-        later: list[tuple[ElementRange, memoryview]] = []
-        others = []
-        for part in parts:
-            tensor, start, _, memory = part
-            array = tensor.plain_array()
-            if array is None:
-                others.append(part)
-                continue
-            begin = array.offset + start * item_size(tensor.dtype)
-            runs[array.path].append((begin, begin + len(memory), memory))
-        converted = [part for part in others if part.tensor.source_dtype != part.tensor.dtype]
-        sizes = {id(part): (part.stop - part.start) * item_size(part.tensor.source_dtype) for part in converted}
-        scratch = thread_memory("source", sum(sizes.values()))
-        for part in others:
-            stored = part.memory
-            if id(part) in sizes:
-                stored, scratch = scratch[: sizes[id(part)]], scratch[sizes[id(part)] :]
-            if stored is not part.memory or part.tensor.replicas:
-                later.append((part, stored))
-            self._plan(part, stored, runs)
+        sizes = [_converted_bytes(part) for part in parts]
+        scratch = thread_memory("source", sum(sizes))
+        stored: list[memoryview] = []  # the memory of each part for values as they are in the files
+        for part, size in zip(parts, sizes, strict=True):
+            stored.append(scratch[:size] if size else part.memory)
+            scratch = scratch[size:]
+            self._plan(part, stored[-1], runs)
         self._read(runs)
-        for part, stored in later:
+        for part, values in zip(parts, stored, strict=True):
             if part.tensor.replicas:
-                self._compare(part, stored)
-            if stored is not part.memory:
-                _convert(part, stored)
+                self._compare(part, values)
+            if values is not part.memory:
+                _convert(part, values)
 
     def array(self, array: StoredArray) -> Elements:
         """All of a small array, as unsigned integers of its elements' size."""
@@ -132,16 +109,11 @@ class ArrayReader:
     def _read(self, runs: Runs) -> None:
         for path, found in runs.items():
             found.sort(key=itemgetter(0))
-            with read_errors_of(path), path.open("rb", buffering=0) as file:
-                for neighbours in _neighbours(found):
-                    buffers: list[memoryview] = []
-                    at = neighbours[0][0]
-                    for begin, end, memory in neighbours:
-                        if begin > at:
-                            buffers.append(_UNUSED[: begin - at])
-                        buffers.append(memory)
-                        at = end
-                    _read_exactly(path, file.fileno(), buffers, neighbours[0][0])
+            with read_errors_of(path), path.open("rb") as file:  # its buffer serves small neighbours
+                for begin, end, memory in found:
+                    file.seek(begin)
+                    if file.readinto(memory) < end - begin:
+                        raise _truncated(path, end)
             self.checks.check(path, found)
 
     def _copy(self, array: StoredArray, target: Elements) -> None:
@@ -167,6 +139,12 @@ class ArrayReader:
             target[...] = _strided(mapped, begin - low, array)
 
 
+def _converted_bytes(part: ElementRange) -> int:
+    """Bytes of the part's values in the files, where these have another type."""
+    tensor = part.tensor
+    return 0 if tensor.source_dtype == tensor.dtype else (part.stop - part.start) * item_size(tensor.source_dtype)
+
+
 def _convert(part: ElementRange, stored: memoryview) -> None:
     tensor = part.tensor
     if not conversion.convert(stored, tensor.source_dtype, tensor.dtype, part.memory) and not tensor.rounds:
@@ -180,28 +158,6 @@ def _views(part: ElementRange, stored: memoryview) -> Iterator[tuple[Box, Elemen
     elements = np.frombuffer(stored, f"u{item_size(part.tensor.source_dtype)}")
     for block in TensorSlice.of_range(part.tensor.shape, part.start, part.stop).blocks():
         yield block.box, elements[block.start : block.start + block.box.numel].reshape(block.box.lengths)
-
-
-def _neighbours(runs: Sequence[Run]) -> Iterator[Sequence[Run]]:
-    """Groups runs, in the order of the file, that one call reads."""
-    first = 0
-    for number in range(1, len(runs) + 1):
-        near = number < len(runs) and 0 <= runs[number][0] - runs[number - 1][1] <= _GAP
-        if not near or number - first >= _RUNS:
-            yield runs[first:number]
-            first = number
-
-
-def _read_exactly(path: Path, descriptor: int, buffers: list[memoryview], offset: int) -> None:
-    while buffers:
-        count = os.preadv(descriptor, buffers, offset)
-        if not count:
-            raise _truncated(path, offset + sum(map(len, buffers)))
-        offset += count
-        while buffers and count >= len(buffers[0]):
-            count -= len(buffers.pop(0))
-        if count:
-            buffers[0] = buffers[0][count:]
 
 
 def _truncated(path: Path, end: int) -> CheckpointDamaged:

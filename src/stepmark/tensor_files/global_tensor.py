@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 from stepmark.checkpoint.format.dtypes import item_size
@@ -88,11 +87,6 @@ def moved(pieces: Iterable[Piece], box: Box, offsets: Shape) -> list[Piece]:
     return found
 
 
-@cache
-def _size(dtype: str, shape: Shape) -> int:
-    return math.prod(shape) * item_size(dtype)
-
-
 @dataclass(slots=True)
 class GlobalTensor:
     """A global tensor, and where its values are.
@@ -136,17 +130,10 @@ class GlobalTensor:
         """The element type of its arrays."""
         return self.pieces[0].array.dtype if self.pieces else self.dtype
 
-    def plain_array(self) -> StoredArray | None:
-        """The array in a file that is the tensor as it is written, as of most; None where it takes more than that."""
-        array = self.pieces[0].array if len(self.pieces) == 1 and not self.replicas else None
-        if array is None or array.dtype != self.dtype or array.shape != self.shape or array.data is not None:
-            return None
-        return array if array.strides == row_major_strides(array.shape) else None
-
     @property
     def nbytes(self) -> int:
         """Bytes of all of it, in its own type."""
-        return _size(self.dtype, self.shape)
+        return math.prod(self.shape) * item_size(self.dtype)
 
     @property
     def where(self) -> str:
@@ -155,8 +142,6 @@ class GlobalTensor:
 
     def check(self) -> None:
         """Raises CheckpointDamaged, naming file and tensor, unless the pieces cover it once."""
-        if [(one.array.shape, any(one.offsets)) for one in (*self.pieces, *self.replicas)] == [(self.shape, False)]:
-            return  # of very many tensors, most are stored in one piece
         for piece in (*self.pieces, *self.replicas):
             if not piece.box.within(self.shape) or piece.array.dtype != self.source_dtype:
                 raise CheckpointDamaged(

@@ -19,6 +19,7 @@ from struct import unpack
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from stepmark.checkpoint.format.dtypes import dtype_name, item_size
+from stepmark.checkpoint.format.tensor_file import natural_numbers
 from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import StoredArray
@@ -178,13 +179,6 @@ class _Machine(pickle._Unpickler):
     def frame(self) -> None:
         self.read(8)
 
-    def long(self) -> None:
-        (size,) = self.read(1)
-        value = int.from_bytes(self.read(size), "little", signed=True)
-        if value.bit_length() > 1024:
-            raise ValueError("an integer of more than 1024 bits")
-        self.append(value)
-
     def byte_array(self) -> None:
         (size,) = unpack("<Q", self.read(8))
         self.append(bytearray(self.read(size)))
@@ -296,10 +290,7 @@ def _sequence(items: Any = (), /) -> list[Any]:
 
 def natural(items: Any) -> Shape:
     """A sequence of non-negative integers as a tuple. Raises ValueError for anything else."""
-    found = tuple(_sequence(items))
-    if any(type(item) is not int or not 0 <= item < 1 << 62 for item in found) or len(found) > 64:
-        raise ValueError("not a shape")
-    return found
+    return natural_numbers(_sequence(items))
 
 
 def _rebuilt(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> StoredArray:
@@ -315,12 +306,13 @@ def _rebuilt(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> S
     (begin,), shape, strides = natural((offset,)), natural(size), natural(stride)
     if len(shape) != len(strides):
         raise ValueError("a tensor's strides do not fit its shape")
-    element, span, total = _sizes(storage.dtype, shape, strides)
-    if begin * element + span > storage.size:
+    element = item_size(storage.dtype)
+    array = StoredArray(storage.path, storage.begin + begin * element, storage.dtype, shape, strides)
+    if begin * element + array.span() > storage.size:
         raise CheckpointDamaged(f"a tensor of shape {list(shape)} exceeds its storage of {storage.size} bytes")
-    if total > storage.size:
+    if array.numel * element > storage.size:
         raise CheckpointDamaged(f"a tensor of shape {list(shape)} repeats elements; save it contiguous")
-    return StoredArray(storage.path, storage.begin + begin * element, storage.dtype, shape, strides)
+    return array
 
 
 def _rebuilt_with_dtype(
@@ -332,13 +324,6 @@ def _rebuilt_with_dtype(
     if name is None:
         raise CheckpointError(f"a tensor has the dtype {dtype.name}, which checkpoints cannot hold")
     return _rebuilt(storage._replace(dtype=name), offset, size, stride, grad, hooks, *rest)
-
-
-@cache
-def _sizes(dtype: str, shape: Shape, strides: Shape) -> tuple[int, int, int]:
-    """Bytes of an element, from the first to the end of the last, and of all."""
-    array = StoredArray(Path(), 0, dtype, shape, strides)
-    return item_size(dtype), array.span(), array.numel * item_size(dtype)
 
 
 def _first(value: Any, *_: Any) -> Any:
@@ -384,15 +369,14 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 _KEPT = (
-    "PROTO STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG FLOAT BINFLOAT STRING "
-    "BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 "
-    "EMPTY_LIST EMPTY_TUPLE EMPTY_DICT EMPTY_SET LIST TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS PUT BINPUT LONG_BINPUT "
-    "MEMOIZE GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID"
+    "PROTO STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 FLOAT BINFLOAT "
+    "STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES "
+    "BINBYTES8 EMPTY_LIST EMPTY_TUPLE EMPTY_DICT EMPTY_SET LIST TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS PUT BINPUT "
+    "LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID"
 )
 
 _OPCODES = {getattr(pickle, name)[0]: _Machine.dispatch[getattr(pickle, name)[0]] for name in _KEPT.split()} | {
     pickle.FRAME[0]: _Machine.frame,
-    pickle.LONG1[0]: _Machine.long,
     pickle.BYTEARRAY8[0]: _Machine.byte_array,
     pickle.DICT[0]: _Machine.make_dict,
     pickle.FROZENSET[0]: _Machine.make_frozenset,

@@ -68,12 +68,7 @@ class RecordChecks:
         left = self._left.get(path, [])
         for begin, end, data in runs if left else ():
             for number in self._numbers(path, begin, end):
-                record = left[number]
-                if record is not None and data is not None and (record.begin, record.size) == (begin, end - begin):
-                    record.check(data)
-                    left[number] = None
-                elif record is not None:
-                    self._check_once(left, number, begin, data)
+                self._check_once(left, number, begin, data)
 
     def whole(self, path: Path, begin: int, end: int) -> tuple[int, int]:
         """The bytes to read instead of [begin, end), so that no small record has to be read again to be verified."""

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from stepmark.checkpoint.format.block_io import FileOutput
+from stepmark.checkpoint.format.block_io import FileOutput, thread_memory
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
 from stepmark.checkpoint.format.dtypes import item_size
+from stepmark.checkpoint.format.tensor_file import PAGE
 from stepmark.tensor_files.array_reader import ArrayReader, ElementRange
 from stepmark.tensor_files.global_tensor import GlobalTensor
 
@@ -56,7 +57,8 @@ def _write(run: Sequence[_Stretch], reader: ArrayReader, output: FileOutput) -> 
     low = run[0][3]
     high = run[-1][3] + run[-1][2] - run[-1][1]
     written = sum(end - begin for _, begin, end, _ in run)
-    memory = reader.memory(high - low, low)
+    # Its pages are where the file has them: then they can be written past the cache.
+    memory = thread_memory("window", high - low)[low % PAGE :][: high - low]
     if written < high - low:
         memory[:] = bytes(high - low)
     parts = []

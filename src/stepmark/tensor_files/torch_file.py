@@ -28,7 +28,6 @@ from stepmark.tensor_files.source_files import inside, naming, open_file
 _LARGEST_PICKLE = 512 << 20
 _DEEPEST = 200
 _BEFORE_ARCHIVES = b"\x80\x02\x8a\x0a"
-_WINDOW = 1 << 16  # bytes that are read for records' headers at a time
 Leaf = TypeVar("Leaf")
 _REFERENCES = (
     "torch_xla.utils.serialization.TensorReference",
@@ -120,11 +119,8 @@ def _records(path: Path, file: BinaryIO, begin: int, size: int) -> dict[str, Rec
         return data
 
     found: dict[str, Record] = {}
-    window, low = b"", 0  # bytes of the archive from `low` on
     for name, entry, length, crc in _directory(read, size):
-        if not low <= entry <= low + len(window) - LOCAL.size:
-            window, low = read(entry, min(_WINDOW, size - entry)), entry
-        local = LOCAL.unpack_from(window, entry - low)
+        local = LOCAL.unpack(read(entry, LOCAL.size))
         start = entry + LOCAL.size + local[9] + local[10]
         if local[0] != b"PK\x03\x04" or start + length > size:
             raise CheckpointDamaged(f"its record {name[:80]!r} is incomplete")

@@ -437,7 +437,7 @@ def save_where_memory_is_short(rank: int, folder: Path) -> str:
 
 def test_the_ranks_of_a_node_need_their_memory_together(tmp_path: Path) -> None:
     for told in run_ranks(2, save_where_memory_is_short, tmp_path):
-        assert "saving needs 0.02 GiB more of host memory for the copies of the 2 ranks on this node" in told
+        assert "saving needs 16.8 MB more of host memory for the copies of the 2 ranks on this node" in told
 
 
 def restore_after_trouble(rank: int, folder: Path) -> str:

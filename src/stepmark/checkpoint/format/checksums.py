@@ -24,9 +24,7 @@ def bytes_checksum(data: bytes | bytearray | memoryview) -> str:
 def checksum_blocks(begin: int, end: int, block: int = CHECKSUM_BLOCK) -> list[tuple[int, int]]:
     """Bytes [begin, end) of a data region split at multiples of `block`: by default, its checksum blocks."""
     first = (begin // block + 1) * block
-    if end <= first:
-        return [(begin, end)] if begin < end else []
-    return list(pairwise([begin, *range(first, end, block), end]))
+    return list(pairwise([begin, *range(first, end, block), end])) if begin < end else []
 
 
 def covering_blocks(begin: int, end: int, low: int, high: int) -> list[tuple[int, int, int]]:

@@ -290,17 +290,13 @@ def _tensor_from_json(entry: list[Any], files: tuple[FileEntry, ...]) -> TensorE
         if not isinstance(dtype, str):
             raise ValueError(f"{dtype!r} is not a dtype")
         raise CheckpointError(f"the checkpoint has a tensor of unknown dtype {dtype[:80]!r}; use a newer Stepmark")
-    if type(place) is int and place >= 0:  # very many tensors are whole in one file
-        whole = TensorSlice.full(shape)
-        if whole.stop * item_size(dtype) > files[place].size:
-            raise ValueError("a shard does not fit its tensor or its file")
-        return TensorEntry(dtype, shape, ((place, whole),))
     slices = []
-    for raw in place:
+    for raw in [[place]] if type(place) is int else place:  # a number alone: of a file that has all of it
         (index,) = natural_numbers(raw[:1])
-        box = Box(natural_numbers(raw[1]), natural_numbers(raw[2]))
-        start, stop = natural_numbers(raw[3:]) if len(raw) > 3 else (0, box.numel)
-        tensor_slice = TensorSlice(box, start, stop)
+        tensor_slice = TensorSlice.full(shape)
+        if len(raw) > 1:
+            box = Box(natural_numbers(raw[1]), natural_numbers(raw[2]))
+            tensor_slice = TensorSlice(box, *(natural_numbers(raw[3:]) or (0, box.numel)))
         if not tensor_slice.within(shape) or tensor_slice.numel * item_size(dtype) > files[index].size:
             raise ValueError("a shard does not fit its tensor or its file")
         slices.append((index, tensor_slice))

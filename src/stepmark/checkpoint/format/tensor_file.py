@@ -227,11 +227,9 @@ def _stored(tensor: PlacedTensor, shard: dict[str, Any] | None, begin: int) -> S
 def natural_numbers(value: Any) -> Shape:
     """A list of non-negative integers as a tuple. Raises ValueError for anything else."""
     if isinstance(value, list) and len(value) <= _MOST_DIMS:
-        for number in value:
-            if type(number) is not int or not 0 <= number <= _LARGEST_NUMBER:
-                break
-        else:
-            return tuple(value)
+        found = tuple(number for number in value if type(number) is int and 0 <= number <= _LARGEST_NUMBER)
+        if len(found) == len(value):
+            return found
     raise ValueError(f"{str(value)[:80]} is not a list of a few non-negative integers")
 
 

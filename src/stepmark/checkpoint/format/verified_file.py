@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import threading
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +14,6 @@ from stepmark.errors import CheckpointDamaged
 from stepmark.sharding.layout import TensorSlice
 
 BLOCK = 2 * CHECKSUM_BLOCK  # bytes of one read, without the checksum blocks at its ends: they fit the processor's cache
-WINDOW = 64 << 20  # bytes that are dropped together
 
 
 class VerifiedFile:
@@ -40,7 +35,7 @@ class VerifiedFile:
         self.path = folder / entry.name
         self.header = header or read_header(folder, manifest, entry)
         self._entry = entry
-        self._passing = PageCacheEviction(self.path) if passing else None
+        self._passing = passing
         self._tensors = {tensor.name: tensor for tensor in self.header.tensors}
 
     def tensor(self, name: str, dtype: str, tensor_slice: TensorSlice) -> StoredTensor:
@@ -50,47 +45,29 @@ class VerifiedFile:
             raise CheckpointDamaged(f"{self.path}: the manifest and the file's header disagree about {name!r}")
         return found
 
-    def read(self, tensor: StoredTensor, begin: int, end: int) -> memoryview:
-        """Checked bytes [begin, end) of the file's data, all of one tensor; valid until this thread reads again.
+    def read(
+        self, tensors: Sequence[StoredTensor], begin: int, end: int, memory: memoryview | None = None
+    ) -> memoryview:
+        """Checked bytes [begin, end) of the file's data, of tensors that follow each other; valid until this thread
+        reads again, or in `memory`, where they may be before they are checked.
 
         Raises CheckpointDamaged, naming file, tensor, bytes and writer.
         """
-        blocks = covering_blocks(tensor.begin, tensor.end, begin, end)
-        low, high = blocks[0][1], blocks[-1][2]
-        data = thread_memory("block", high - low)[: high - low]
-        self._read(tensor, blocks, data)
-        return data[begin - low : end - low]
-
-    def read_tensors(self, tensors: Sequence[StoredTensor]) -> memoryview:
-        """The checked bytes of small tensors that follow each other; valid until this thread reads again. Raises as
-        `read` does."""
-        low, high = tensors[0].begin, tensors[-1].end
-        data = thread_memory("block", high - low)[: high - low]
-        self._load(data, low, high)
-        for tensor in tensors:
-            for number, (first, last) in enumerate(tensor.checksum_blocks()):
-                self.compare(tensor, number, data[first - low : last - low])
-        return data
-
-    def read_into(self, memory: memoryview, tensor: StoredTensor, begin: int, end: int) -> None:
-        """The same bytes, into `memory`, where they may be before they are checked. Raises as `read` does."""
-        blocks = covering_blocks(tensor.begin, tensor.end, begin, end)
-        if (blocks[0][1], blocks[-1][2]) == (begin, end):
-            self._read(tensor, blocks, memory)
-        else:
-            memory[:] = self.read(tensor, begin, end)
-
-    def _read(self, tensor: StoredTensor, blocks: Sequence[tuple[int, int, int]], data: memoryview) -> None:
-        low = blocks[0][1]
-        self._load(data, low, blocks[-1][2])
-        for number, first, last in blocks:
+        blocks = [
+            (tensor, *block)
+            for tensor in tensors
+            for block in covering_blocks(tensor.begin, tensor.end, max(begin, tensor.begin), min(end, tensor.end))
+        ]
+        low, high = blocks[0][2], blocks[-1][3]
+        straight = memory is not None and (low, high) == (begin, end)
+        data = memory if memory is not None and straight else thread_memory("block", high - low)[: high - low]
+        read_block(self.path, data, self.header.size + low, passing=self._passing)
+        for tensor, number, first, last in blocks:
             self.compare(tensor, number, data[first - low : last - low])
-
-    def _load(self, data: memoryview, low: int, high: int) -> None:
-        start = self.header.size
-        read_block(self.path, data, start + low)
-        if self._passing is not None:
-            self._passing.has_read(start + low, start + high)
+        found = data[begin - low : end - low]
+        if memory is not None and not straight:
+            memory[:] = found
+        return found
 
     def compare(self, tensor: StoredTensor, number: int, data: memoryview) -> None:
         """Raises CheckpointDamaged, naming file, tensor, bytes and writer, where `data` is not block `number`."""
@@ -101,47 +78,3 @@ class VerifiedFile:
                 f"{self.path}: tensor {tensor.name!r} does not match its checksum in bytes {start + first} to "
                 f"{start + last} of the file, written by rank {self._entry.writer_of(first)}"
             )
-
-    def close(self) -> None:
-        """Call when nothing more will be read."""
-        if self._passing is not None:
-            self._passing.close()
-
-
-class PageCacheEviction:
-    """A file that is read once, in any order and by several threads.
-
-    A window of the file is evicted once all of its bytes have been read. So the cache holds little more than what it
-    has read ahead, and reuses its memory instead of growing.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read: Counter[int] = Counter()
-        self._lock = threading.Lock()
-
-    def has_read(self, begin: int, end: int) -> None:
-        """Bytes [begin, end) have been read."""
-        full = []
-        with self._lock:
-            for window in range(begin // WINDOW, (end - 1) // WINDOW + 1):
-                self._read[window] += min(end, (window + 1) * WINDOW) - max(begin, window * WINDOW)
-                if self._read[window] >= WINDOW:
-                    full.append(window)
-                    del self._read[window]
-        if full:
-            self._drop(full)
-
-    def close(self) -> None:
-        """Nothing more will be read."""
-        with self._lock:
-            windows = list(self._read)
-            self._read.clear()
-        if windows:
-            self._drop(windows)
-
-    def _drop(self, windows: list[int]) -> None:
-        # Only advice; a file that is gone is not cached either.
-        with contextlib.suppress(OSError), self._path.open("rb", buffering=0) as file:
-            for window in windows:
-                os.posix_fadvise(file.fileno(), window * WINDOW, WINDOW, os.POSIX_FADV_DONTNEED)

@@ -151,38 +151,21 @@ def load_extra(module: nn.Module, where: str, values: Mapping[str, Any]) -> None
 
 def set_nested(state: Mapping[str, Any], section: Section, value: Any) -> None:
     """Gives a section of nested values the saved ones: in place where both are dicts or lists."""
-    if _both(section.value, value, dict) or _both(section.value, value, list):
-        update_in_place(section.value, value)
-    elif isinstance(state, MutableMapping):
-        state[section.name] = value
+    found = _merged(section.value, value, keep=not isinstance(section.value, Counter))
+    if found is not section.value and isinstance(state, MutableMapping):
+        state[section.name] = found
 
 
-def update_in_place(live: Any, saved: Any) -> None:
-    """Gives a live dict or list the saved values, keeping containers that both have. A dict keeps its other keys, as
-    those that are newer than the checkpoint; the containers in it, and a Counter, have nothing but what was saved."""
-    if isinstance(live, list):
-        both = len(live) == len(saved)
-        live[:] = [_merged(a, b) for a, b in zip(live, saved, strict=True)] if both else saved
-    else:
-        if isinstance(live, Counter):
-            _drop_others(live, saved)
+def _merged(live: Any, saved: Any, *, keep: bool = False) -> Any:
+    """The saved value, in the live container where both are dicts or lists. With `keep`, a dict keeps its other keys,
+    as those that are newer than the checkpoint; the containers in it have nothing but what was saved."""
+    if isinstance(live, dict) and isinstance(saved, dict):
+        for key in () if keep else live.keys() - saved.keys():
+            del live[key]
         for key, value in saved.items():
             live[key] = _merged(live.get(key), value)
-
-
-def _merged(live: Any, saved: Any) -> Any:
-    if _both(live, saved, dict) or _both(live, saved, list):
-        if isinstance(live, dict):
-            _drop_others(live, saved)
-        update_in_place(live, saved)
+        return live
+    if isinstance(live, list) and isinstance(saved, list):
+        live[:] = [_merged(a, b) for a, b in zip(live, saved, strict=True)] if len(live) == len(saved) else saved
         return live
     return saved
-
-
-def _drop_others(live: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
-    for key in live.keys() - saved.keys():
-        del live[key]
-
-
-def _both(one: Any, other: Any, kind: type) -> bool:
-    return isinstance(one, kind) and isinstance(other, kind)

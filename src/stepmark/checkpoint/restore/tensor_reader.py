@@ -126,8 +126,6 @@ class TensorReader:
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
-        for file in self._files.values():
-            file.close()
 
     def fill(self, targets: Sequence[ReadTarget], runtime: Runtime) -> None:
         """Reads every target and gives live tensors their values, through the runtime where they are not host memory.
@@ -200,15 +198,18 @@ class TensorReader:
     def _boxes(self, target: ReadTarget, part: Part, entry: TensorEntry) -> Iterator[_Job]:
         """The intersection of any two layouts, one stored block at a time."""
         found: list[Box] = []
+        size = item_size(entry.dtype)
         for index, stored in entry.slices:
-            pairs = overlaps(stored, part.slice)
-            if pairs:
-                found += [pair.box for pair in pairs]
-                file = self._file(index)
-                tensor = file.tensor(target.name, entry.dtype, stored)
-                size, (first, last) = item_size(entry.dtype), _span(pairs)
-                for begin, end in checksum_blocks(tensor.begin + first * size, tensor.begin + last * size, BLOCK):
-                    yield partial(_copy_boxes, file, tensor, begin, end, target, part)
+            if stored.box.intersect(part.slice.box) is None:
+                continue
+            file = self._file(index)
+            tensor = file.tensor(target.name, entry.dtype, stored)
+            for begin, end in checksum_blocks(tensor.begin, tensor.end, BLOCK):
+                start, stop = ((at - tensor.begin) // size for at in (begin, end))  # it may begin within an element
+                inside = TensorSlice(stored.box, stored.start + start, stored.start + stop)
+                if pairs := overlaps(inside, part.slice):
+                    found += [pair.box for pair in pairs]
+                    yield partial(_copy_boxes, file, tensor, tensor.begin + start * size, pairs, target, part)
         if sum(box.numel for box in found) != part.slice.numel or not disjoint(found):
             raise self._incomplete(target)
 
@@ -272,28 +273,22 @@ def _like_on_host(live: Tensor, memory: BufferPool) -> Tensor:
 
 
 def _read_runs(runs: Sequence[_Run]) -> None:
-    file, tensor, begin, end, where, in_use = runs[0]
-    if len(runs) == 1 and not in_use:
-        file.read_into(where.data, tensor, begin, end)
-        return
-    data = file.read(tensor, begin, end) if len(runs) == 1 else file.read_tensors([run.tensor for run in runs])
+    file, _, begin, _, where, in_use = runs[0]
+    straight = len(runs) == 1 and not in_use
+    data = file.read([run.tensor for run in runs], begin, runs[-1].end, where.data if straight else None)
     read = np.frombuffer(data, dtype=np.uint8)
-    for run in runs:  # numpy copies in this thread; torch would start a thread team in each thread of the pool
+    for run in () if straight else runs:  # numpy copies in this thread; torch would start a team in each of the pool
         np.copyto(run.where, read[run.begin - begin : run.end - begin])
 
 
-def _copy_boxes(file: VerifiedFile, stored: StoredTensor, begin: int, end: int, target: ReadTarget, part: Part) -> None:
-    """Copies what bytes [begin, end) of a file's data, all of one shard and at most one block, and a part of the target
-    have in common. Raises CheckpointDamaged for bytes that differ from their checksum."""
+def _copy_boxes(
+    file: VerifiedFile, stored: StoredTensor, begin: int, pairs: Sequence[Overlap], target: ReadTarget, part: Part
+) -> None:
+    """Copies what a block of a stored shard, from byte `begin` of the file's data on, and a part of the target have in
+    common. Raises CheckpointDamaged for bytes that differ from their checksum."""
     size = item_size(stored.dtype)
-    start, stop = ((at - stored.begin) // size for at in (begin, end))
-    shift = stored.slice.start
-    pairs = overlaps(TensorSlice(stored.slice.box, shift + start, shift + stop), part.slice)
-    if not pairs:
-        return
-    first, last = _span(pairs)
-    begin = stored.begin + start * size  # a block of the file may begin within an element
-    read = np.frombuffer(file.read(stored, begin + first * size, begin + last * size), dtype=f"u{size}")
+    first, last = min(pair.first for pair in pairs), max(pair.last for pair in pairs)  # of the block's elements
+    read = np.frombuffer(file.read([stored], begin + first * size, begin + last * size), dtype=f"u{size}")
     views = block_views(target.host, part, 0, part.slice.numel)
     arrays = [(block.box, host_array(view, write=True)) for block, view in views]
     for pair in pairs:
@@ -303,8 +298,3 @@ def _copy_boxes(file: VerifiedFile, stored: StoredTensor, begin: int, end: int, 
             common = box.intersect(pair.box)
             if common is not None:
                 memory[common.index_in(box)] = source[common.index_in(pair.box)]
-
-
-def _span(pairs: Sequence[Overlap]) -> tuple[int, int]:
-    """The elements of a stored shard from the first to the last that are needed."""
-    return min(pair.first for pair in pairs), max(pair.last for pair in pairs)

@@ -209,10 +209,6 @@ def _divide_among_nodes(
 
 def _files_of(rows: list[SliceRecord], max_file_size: int) -> list[list[SliceRecord]]:
     """Rows in order, split where a file would exceed a limit. No file has two slices of one tensor."""
-    names = {row.name for row in rows}
-    alone = len(names) == len(rows)
-    if alone and sum(map(_header_units, names)) <= MAX_TENSORS and sum([r.nbytes for r in rows]) <= max_file_size:
-        return [rows]
     lanes: dict[int, list[list[SliceRecord]]] = {}
     sizes: dict[int, int] = {}
     units: dict[int, int] = {}
@@ -220,7 +216,7 @@ def _files_of(rows: list[SliceRecord], max_file_size: int) -> list[list[SliceRec
     for row in rows:
         lane = seen[row.name]
         seen[row.name] += 1
-        size, unit = row.nbytes, _header_units(row.name)
+        size, unit = row.nbytes, 1 + len(row.name) // 128  # a long name counts for several tensors in a header
         if lane not in lanes or sizes[lane] + size > max_file_size or units[lane] + unit > MAX_TENSORS:
             lanes.setdefault(lane, []).append([])
             sizes[lane] = units[lane] = 0
@@ -228,11 +224,6 @@ def _files_of(rows: list[SliceRecord], max_file_size: int) -> list[list[SliceRec
         sizes[lane] += size
         units[lane] += unit
     return [part for parts in lanes.values() for part in parts]
-
-
-def _header_units(name: str) -> int:
-    """How many tensors a tensor counts for in a file's header: one, or more where its name is long."""
-    return 1 + len(name) // 128
 
 
 def _divide_bytes(

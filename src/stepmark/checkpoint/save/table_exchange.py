@@ -64,20 +64,13 @@ def encode_rows(rows: Sequence[SliceRecord]) -> bytes:
 
 
 def _rows_from_json(group: str, data: bytes) -> tuple[SliceRecord, ...]:
-    """The rows. Those that follow each other with the same shape and place, as an optimizer's states do, share both."""
     rows = []
-    last: Any = None
-    shape: tuple[int, ...] = ()
-    tensor_slice = TensorSlice.full(())
-    for name, dtype, raw_shape, place, first in json.loads(data):
-        if (raw_shape, place) != last:
-            last, shape = (raw_shape, place), tuple(raw_shape)
-            if place is None:
-                tensor_slice = TensorSlice.full(shape)
-            else:
-                (offsets, lengths), start, stop = place
-                tensor_slice = TensorSlice(Box(tuple(offsets), tuple(lengths)), start, stop)
-        rows.append(SliceRecord(group, name, dtype, shape, tensor_slice, first))
+    for name, dtype, shape, place, first in json.loads(data):
+        tensor_slice = TensorSlice.full(shape)
+        if place is not None:
+            (offsets, lengths), start, stop = place
+            tensor_slice = TensorSlice(Box(tuple(offsets), tuple(lengths)), start, stop)
+        rows.append(SliceRecord(group, name, dtype, tuple(shape), tensor_slice, first))
     return tuple(rows)
 
 

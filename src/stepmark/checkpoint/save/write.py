@@ -9,8 +9,9 @@ committing   rank 0 commits (commit.py)                               -> "commit
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,8 +29,7 @@ if TYPE_CHECKING:  # they import torch, which an import of a checkpoint does wit
 
 BLOCK = 8 * CHECKSUM_BLOCK
 
-# file index -> tensor name -> number of the tensor's checksum block -> checksum
-Checksums = dict[int, dict[str, dict[int, str]]]
+Checksums = list[tuple[int, str, int, str]]  # file's index, tensor's name, number of its checksum block, checksum
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,7 @@ class SaveWriter:
     def _write(self, memory: memoryview) -> Checksums:
         self.operation.enter("writing")
         checksums = write_extents(self.temporary, self.plan, self.extents, memory, threads=self.threads)
-        for_others = {
-            index: found for index, found in checksums.items() if self.plan.files[index].finalizer != self.rank
-        }
+        for_others = [each for each in checksums if self.plan.files[each[0]].finalizer != self.rank]
         self.operation.board.post("written", for_others)
         return checksums
 
@@ -72,14 +70,13 @@ class SaveWriter:
         own = [index for index, file in enumerate(self.plan.files) if file.finalizer == self.rank]
         others = {share.rank for index in own for share in self.plan.files[index].shares} - {self.rank}
         posts = self.operation.wait("written", others)
-        headers = {}
+        found: dict[int, dict[str, dict[int, str]]] = {index: {} for index in own}
+        for index, name, number, checksum in chain(checksums, *posts.values()):
+            if index in found:
+                found[index].setdefault(name, {})[number] = checksum
+        headers, manifest = {}, self.commit.manifest
         for index in own:
-            merged: dict[str, dict[int, str]] = {name: dict(found) for name, found in checksums.get(index, {}).items()}
-            for post in posts.values():
-                for name, found in post.get(str(index), {}).items():
-                    merged.setdefault(name, {}).update({int(number): checksum for number, checksum in found.items()})
-            manifest = self.commit.manifest
-            header = write_header(self.temporary, self.plan.files[index], manifest.step, manifest.save, merged)
+            header = write_header(self.temporary, self.plan.files[index], manifest.step, manifest.save, found[index])
             headers[index] = bytes_checksum(header)
         self.operation.board.post("finalized", headers)
 
@@ -100,49 +97,38 @@ def write_extents(
     folder: Path, plan: SavePlan, extents: Sequence[Extent], memory: memoryview, *, threads: int
 ) -> Checksums:
     """Writes and syncs the extents; returns the checksums of the blocks in them."""
-    checksums: Checksums = {}
+    checksums: Checksums = []
     for extent in extents:
-        file = plan.files[extent.file]
-        path = folder / file.name
-        files.make_folder(path.parent)
-        with FileOutput(path) as output:
-            write = _block_writer(output, file, extent, memory)
-            for found in in_parallel(write, range(extent.begin, extent.end, BLOCK), threads):
-                for name, number, checksum in found:
-                    checksums.setdefault(extent.file, {}).setdefault(name, {})[number] = checksum
-            output.sync()
+        checksums += _write_extent(folder, plan.files[extent.file], extent, memory, threads)
     return checksums
 
 
-def _block_writer(
-    output: FileOutput, file: PlannedFile, extent: Extent, memory: memoryview
-) -> Callable[[int], list[tuple[str, int, str]]]:
-    checksum_blocks = _checksums_by_block(file, extent)
+def _write_extent(folder: Path, file: PlannedFile, extent: Extent, memory: memoryview, threads: int) -> Checksums:
+    shift = extent.at - extent.begin
+    blocks = [
+        (begin, end, tensor.name, number)
+        for tensor in file.tensors
+        if tensor.begin < extent.end and tensor.end > extent.begin
+        for number, (begin, end) in enumerate(tensor.checksum_blocks())
+        if extent.begin <= begin < extent.end
+    ]
+    windows = [list(found) for _, found in groupby(blocks, key=lambda block: (block[0] - extent.begin) // BLOCK)]
 
-    def write(begin: int) -> list[tuple[str, int, str]]:
-        end = min(begin + BLOCK, extent.end)
-        shift = extent.at - extent.begin
+    def write(window: list[tuple[int, int, str, int]]) -> Checksums:
+        low, high = window[0][0], window[-1][1]
         found = [
-            (name, number, block_checksum(memory[a + shift : b + shift]))
-            for a, b, name, number in checksum_blocks[begin]
+            (extent.file, name, number, block_checksum(memory[begin + shift : end + shift]))
+            for begin, end, name, number in window
         ]
-        output.write(memory[begin + shift : end + shift], file.header_size + begin)
+        output.write(memory[low + shift : high + shift], file.header_size + low)
         return found
 
-    return write
-
-
-def _checksums_by_block(file: PlannedFile, extent: Extent) -> dict[int, list[tuple[int, int, str, int]]]:
-    """The checksum blocks (begin, end, tensor, number) in each write of the extent, by where the write begins."""
-    blocks: dict[int, list[tuple[int, int, str, int]]] = {begin: [] for begin in range(extent.begin, extent.end, BLOCK)}
-    for tensor in file.tensors:
-        if tensor.begin >= extent.end or tensor.end <= extent.begin:
-            continue
-        for number, (begin, end) in enumerate(tensor.checksum_blocks()):
-            if extent.begin <= begin < extent.end:
-                block = extent.begin + (begin - extent.begin) // BLOCK * BLOCK
-                blocks[block].append((begin, end, tensor.name, number))
-    return blocks
+    path = folder / file.name
+    files.make_folder(path.parent)
+    with FileOutput(path) as output:
+        written = in_parallel(write, windows, threads)
+        output.sync()
+    return list(chain.from_iterable(written))
 
 
 def write_header(folder: Path, file: PlannedFile, step: int, save: str, checksums: dict[str, dict[int, str]]) -> bytes:

@@ -235,7 +235,8 @@ def _head_bytes(tensor: GlobalTensor, heads: HeadLayout) -> list[int]:
     count = math.prod(tensor.shape) // elements
     reader, found = ArrayReader(), []
     for p in range(count):
-        part = ElementRange(tensor, p * elements, (p + 1) * elements, reader.memory(elements * item_size(tensor.dtype)))
+        memory = memoryview(bytearray(elements * item_size(tensor.dtype)))
+        part = ElementRange(tensor, p * elements, (p + 1) * elements, memory)
         reader.fill([part])
-        found.append(xxhash.xxh3_64_intdigest(part.memory))
+        found.append(xxhash.xxh3_64_intdigest(memory))
     return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from stepmark.checkpoint.format.manifest import ADAPTER, MODEL, OPTIMIZER, WRITT
 from stepmark.checkpoint.save.commit import Commit, values_to_bytes
 from stepmark.checkpoint.save.plan import Holding, PlannedFile, SliceRecord, plan_save
 from stepmark.checkpoint.save.write import write_header
+from stepmark.checkpoint.threads import in_parallel
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import UsageError
 from stepmark.filesystem.json_values import encode_plain
@@ -176,5 +176,4 @@ def _manifest(source: ForeignCheckpoint, save: str) -> Manifest:
 
 def verify_records(source: ForeignCheckpoint) -> int:
     """Verifies the checksums of the source's zip archives; returns the bytes read. Raises CheckpointDamaged."""
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-verify") as pool:
-        return sum(pool.map(lambda record: record.check(), source.records))
+    return sum(in_parallel(lambda record: record.check(), source.records, THREADS))

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from stepmark.errors import CheckpointMismatch, UsageError
-from stepmark.parallel.loading.tensor_source import FileTensor, StoredSource, TensorSource
+from stepmark.parallel.loading.tensor_source import StoredSource, TensorSource, blocks, joined
 from stepmark.runtime.module_placement import replace
-from stepmark.sharding.layout import Box, Layout
+from stepmark.sharding.layout import Layout
+from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
 
-Stored = Mapping[str, FileTensor]
-Named = dict[str, StoredSource]
+Stored = Mapping[str, StoredArray]
+Named = dict[str, GlobalTensor]
 
 
 def prepare(model: Any, stored: Stored, config: Any) -> dict[str, TensorSource]:
@@ -29,7 +30,7 @@ def prepare(model: Any, stored: Stored, config: Any) -> dict[str, TensorSource]:
     _check(model, named, wanted, missing, config.pretrained_model_name_or_path)
     _apply_dtypes(model, config)
     _fill_buffers(model, named)
-    return dict(named)
+    return {name: StoredSource(tensor) for name, tensor in named.items()}
 
 
 def take_names(model: Any, stored: Stored, config: Any, wanted: Mapping[str, Tensor]) -> Named:
@@ -42,15 +43,15 @@ def take_names(model: Any, stored: Stored, config: Any, wanted: Mapping[str, Ten
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     prefix = model.base_model_prefix
     named: Named = {}
-    joined: dict[str, tuple[Any, dict[str, list[FileTensor]]]] = {}
+    to_join: dict[str, tuple[Any, dict[str, list[GlobalTensor]]]] = {}
 
-    def take(target: str, source: StoredSource) -> None:
+    def take(target: str, tensor: GlobalTensor) -> None:
         if target in named:
-            raise CheckpointMismatch(f"{source.path}: {source.name!r} and {named[target].name!r} are both {target!r}")
-        named[target] = source
+            raise CheckpointMismatch(f"{tensor.where} and {named[target].name!r} are both {target!r}")
+        named[target] = tensor
 
     for name in sorted(stored, key=dot_natural_key):  # experts by number
-        tensor = stored[name]
+        tensor = GlobalTensor.whole(name, stored[name])
         target, pattern = rename_source_key(name, renamings, converters, prefix, dict(wanted))
         if target not in wanted and name in wanted:
             target, pattern = name, None
@@ -58,16 +59,16 @@ def take_names(model: Any, stored: Stored, config: Any, wanted: Mapping[str, Ten
             converter = next(each for each in converters if pattern in each.source_patterns)
             if _joining(converter) is None:
                 raise UsageError(
-                    f"{tensor.path}: tensor {name!r} has to be converted for {type(model).__name__}, and cannot be "
-                    "loaded in parts; load the complete model and save it with save_original_format=False"
+                    f"{tensor.where} has to be converted for {type(model).__name__}, and cannot be loaded in parts; "
+                    "load the complete model and save it with save_original_format=False"
                 )
-            joined.setdefault(target, (converter, {}))[1].setdefault(pattern, []).append(tensor)
+            to_join.setdefault(target, (converter, {}))[1].setdefault(pattern, []).append(tensor)
         else:
-            take(target, StoredSource(tensor.shape, ((tensor, Box.full(tensor.shape)),)))
-    for target, (converter, groups) in joined.items():
+            take(target, tensor)
+    for target, (converter, groups) in to_join.items():
         stacked, dim = _joining(converter) or (False, 0)
         ordered = [groups[pattern] for pattern in converter.source_patterns if pattern in groups]
-        take(target, StoredSource.join(ordered, stacked, dim))
+        take(target, joined(ordered, stacked, dim))
     return named
 
 
@@ -99,16 +100,12 @@ def _tie(model: Any, named: Named, wanted: Mapping[str, Tensor]) -> set[str]:
     return missing
 
 
-def _equal(*sources: StoredSource) -> bool:
+def _equal(*tensors: GlobalTensor) -> bool:
     """Whether two tensors that are stored as they are have the same bytes; reads both, block by block."""
-    if any(len(each.pieces) > 1 for each in sources):
+    one, other = (each.pieces[0].array for each in tensors)
+    if any(len(each.pieces) > 1 for each in tensors) or (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    one, other = (each.pieces[0][0] for each in sources)
-    if (one.path, one.begin) == (other.path, other.begin):
-        return True
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return all(mine == theirs for mine, theirs in zip(one.blocks(), other.blocks(), strict=True))
+    return all(mine == theirs for mine, theirs in zip(blocks(one), blocks(other), strict=True))
 
 
 def _check(model: Any, named: Named, wanted: Mapping[str, Tensor], missing: set[str], at: Any) -> None:
@@ -124,16 +121,14 @@ def _check(model: Any, named: Named, wanted: Mapping[str, Tensor], missing: set[
     if surplus := sorted(report.unexpected_keys):
         tensor = named[surplus[0]]
         raise CheckpointMismatch(
-            f"{tensor.path} has tensor {tensor.name!r}, which {model_name} does not have{_more(surplus)}; load it with "
-            "the class that its config.json names"
+            f"{tensor.where} is none of {model_name}{_more(surplus)}; load it with the class that its config.json names"
         )
     for name in set(named) - set(wanted):
         del named[name]
     for name, tensor in named.items():
         if tensor.shape != tuple(wanted[name].shape):
             raise CheckpointMismatch(
-                f"{tensor.path}: tensor {tensor.name!r} is {list(tensor.shape)}; in {model_name} it is "
-                f"{list(wanted[name].shape)}"
+                f"{tensor.where} is {list(tensor.shape)}; in {model_name} it is {list(wanted[name].shape)}"
             )
 
 
@@ -163,6 +158,6 @@ def _fill_buffers(model: Any, named: Named) -> None:
         if buffer.is_meta:
             replace(buffer, torch.zeros(buffer.shape, dtype=buffer.dtype))
         if name in named:
-            named.pop(name).fill(buffer, Layout.full(buffer.shape))
+            StoredSource(named.pop(name)).fill(buffer, Layout.full(buffer.shape))
             buffer._is_hf_initialized = True
     model.initialize_weights()
