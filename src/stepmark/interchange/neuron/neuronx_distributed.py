@@ -16,10 +16,10 @@ from stepmark.interchange.neuron import lora as neuron_lora
 from stepmark.interchange.neuron.experts import LOST_STORE, add_expert_optimizer, is_expert, joined_experts
 from stepmark.interchange.neuron.optimizer import add_optimizer
 from stepmark.interchange.neuron.rank_files import (
+    FIRST_LAYOUT,
+    FIRST_OPTIMIZERS,
     RankCoordinates,
     check_grid,
-    first_layout_files,
-    first_layout_optimizers,
     rank_files,
 )
 from stepmark.interchange.neuron.stages import Stage, fill_from_masters, head_layout, model_of, optimizer_of
@@ -35,7 +35,7 @@ _STEPS = ("global_step", "total_steps", "step")
 
 def recognize(folder: Path) -> bool:
     """Whether the folder is a tag, has tags, or is of the first layout."""
-    return _is_tag(folder) or bool(_tags(folder)) or bool(first_layout_files(folder))
+    return _is_tag(folder) or bool(_tags(folder)) or bool(rank_files(folder, FIRST_LAYOUT))
 
 
 def _is_tag(folder: Path) -> bool:
@@ -59,11 +59,11 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     found = ForeignCheckpoint("neuronx-distributed", tag, {}, files=files_beside(folder))
     if tag != folder and len(_tags(folder)) > 1:
         found.assumed.append(f"{tag.name} is the newest of the tags; name another with --tag")
-    models = first_layout_files(tag) if first_layout else rank_files(tag / "model")
+    models = rank_files(tag, FIRST_LAYOUT) if first_layout else rank_files(tag / "model")
     contents = read_models(models, found)
     _read_extras(tag, found, contents, first_layout)
     stages = stages_of(models, contents, found)
-    optimizers = first_layout_optimizers(tag) if first_layout else rank_files(tag / "optim")
+    optimizers = rank_files(tag, FIRST_OPTIMIZERS) if first_layout else rank_files(tag / "optim")
     lora = neuron_lora.config_of(tag, next(iter(contents.values())))
     weights_alone = options.model_only and not any(stage.lacks_weights for stage in stages)
     if weights_alone or not (optimizers or is_store(tag / "optim")):

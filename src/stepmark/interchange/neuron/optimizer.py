@@ -10,7 +10,7 @@ from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.neuron.rank_files import RankCoordinates
 from stepmark.interchange.neuron.stages import Stage
-from stepmark.interchange.neuron.unsharding import row_chunks
+from stepmark.interchange.neuron.unsharding import PartMissing, row_chunks
 from stepmark.interchange.sources.optimizer_names import numbered_names
 from stepmark.interchange.sources.torch_optimizer import (
     as_tensor,
@@ -18,7 +18,8 @@ from stepmark.interchange.sources.torch_optimizer import (
     name_groups,
     shapes_of,
     shared_value,
-    state_shape,
+    split_state_dict,
+    state_shapes,
 )
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor
@@ -28,26 +29,22 @@ from stepmark.tensor_files.torch_file import Missing, read_rank_file
 LOST_MASTERS = "master weights: the converter to full files kept those of the first data parallel rank only"
 
 
-class Unrecoverable(Exception):
-    """The files hold a part of the optimizer only, whatever else is there."""
-
-
 def add_optimizer(
     stage: Stage,
     files: Mapping[RankCoordinates, Path],
     records: list[Record],
     lost: list[str],
     *,
-    only_first: bool = False,
+    tool: str | None = None,
     given: Mapping[RankCoordinates, Any] | None = None,
 ) -> str:
     """Adds the states in a stage's optimizer files to it; returns the rule by which they got names.
 
-    `lost` gets what cannot be recovered. `only_first`: the tool writes the file of the first data parallel rank only.
-    `given`: the files' contents, where they were read before.
+    `lost` gets what cannot be recovered. `tool` is as for `numbered_names`. `given`: the files' contents, where they
+    were read before.
 
-    Raises CheckpointDamaged where a file is missing or malformed, and Unrecoverable where the states of `only_first`
-    are a part.
+    Raises CheckpointDamaged where a file is missing or malformed, PartMissing where the states are those of some data
+    parallel ranks.
     """
     ranks = sorted({place.tp for place in files})
     contents = {place: read_rank_file(path, records) for place, path in files.items()} if given is None else given
@@ -58,18 +55,20 @@ def add_optimizer(
     where = files[first_place]
     first = contents[first_place]
     zero = "base_state" in first
-    groups = group_settings(first["param_groups"], str(where))
-    shapes = _shapes(first, where, zero)
+    if zero:
+        groups, shapes = group_settings(first["param_groups"], str(where)), _whole_shapes(first, where)
+    else:
+        states_of_first, groups = split_state_dict(first, str(where))
+        shapes = state_shapes(states_of_first)
     if any(type(number) is not int for number in shapes):
         raise CheckpointDamaged(f"{where}: the optimizer's states are not numbered")
-    tool = "optimum-neuron" if only_first else None
     names, rule = numbered_names(groups, shapes, stage.shapes(), str(where), tool=tool)
     states: dict[str, dict[str, list[Any]]] = {}
     for rank in ranks:
         dps = [contents[place] for place in sorted(files, key=lambda place: place.dp) if place.tp == rank]
         path = next(path for place, path in files.items() if place.tp == rank)
         full = any(place.dp < 0 for place in files)
-        found = zero_states(dps, names, path, full, only_first, lost) if zero else _whole_states(dps[0], names, path)
+        found = zero_states(dps, names, path, full, lost) if zero else _whole_states(dps[0], names, path)
         for name, state in found.items():
             for key, value in state.items():
                 states.setdefault(name, {}).setdefault(key, []).append(value)
@@ -89,14 +88,9 @@ def _state(value: dict[str, Any], key: str, where: Path) -> dict[Any, Any]:
     return found
 
 
-def _shapes(value: dict[str, Any], where: Path, zero: bool) -> dict[Any, Shape]:
-    """The shapes of a rank's parameters, by number."""
-    if zero:
-        return shapes_of(_state(value, "shape_info", where), str(where))
-    states = _state(value, "state", where)
-    if not all(isinstance(state, dict) for state in states.values()):
-        raise CheckpointDamaged(f"{where}: a state of the optimizer is malformed")
-    return {number: shape for number, state in states.items() if (shape := state_shape(state))}
+def _whole_shapes(value: dict[str, Any], where: Path) -> dict[Any, Shape]:
+    """The shapes of a rank's parameters before ZeRO-1 cut them, by number."""
+    return shapes_of(_state(value, "shape_info", where), str(where))
 
 
 def _whole_states(value: dict[str, Any], names: Mapping[int, str], where: Path) -> dict[str, dict[str, Any]]:
@@ -109,10 +103,12 @@ def _whole_states(value: dict[str, Any], names: Mapping[int, str], where: Path) 
 
 
 def zero_states(
-    dps: list[dict[str, Any]], names: Mapping[int, str], where: Path, full: bool, only_first: bool, lost: list[str]
+    dps: list[dict[str, Any]], names: Mapping[int, str], where: Path, full: bool, lost: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """States by name that ZeRO-1 cut over the data parallel ranks, whose contents are `dps`; `names` are by number."""
-    shapes = _shapes(dps[0], where, True)
+    """States by name that ZeRO-1 cut over the data parallel ranks, whose contents are `dps`; `names` are by number.
+    `full`: of all ranks, as the converter has put them together, but for master weights, which are then added to
+    `lost`."""
+    shapes = _whole_shapes(dps[0], where)
     states: dict[str, dict[str, Any]] = {}
     for number, name in names.items():
         parts = [_state(value, "base_state", where).get(number) for value in dps]
@@ -126,18 +122,17 @@ def zero_states(
             chunks[MASTER] = masters
         states[name] = {}
         for key, found in chunks.items():
-            value = _joined(name, key, found, shapes[number], where, full, only_first)
-            if value is not None:
-                states[name][key] = value
-            elif LOST_MASTERS not in lost:
-                lost.append(LOST_MASTERS)
+            try:
+                states[name][key] = _joined(name, key, found, shapes[number], where)
+            except PartMissing:
+                if key != MASTER or not full:
+                    raise
+                lost += [LOST_MASTERS] if LOST_MASTERS not in lost else []
     return states
 
 
-def _joined(
-    name: str, key: str, chunks: list[Any], shape: Shape, where: Path, full: bool, only_first: bool
-) -> GlobalTensor | Any | None:
-    """A state of all data parallel ranks; None for masters that a converter has lost."""
+def _joined(name: str, key: str, chunks: list[Any], shape: Shape, where: Path) -> Any:
+    """A state of all data parallel ranks."""
     locals_ = [_local(name, key, chunk, where) for chunk in chunks]
     if not isinstance(locals_[0], GlobalTensor) or not locals_[0].shape:
         return shared_value(locals_, f"{where}: {name}/{key}")
@@ -148,11 +143,6 @@ def _joined(
             f"{locals_[0].where} is {list(locals_[0].shape)}, and its parameter {list(shape)}: a sum over the rows "
             "of one data parallel rank; import the model alone with --model-only"
         )
-    if len(locals_) == 1 and locals_[0].shape[0] < shape[0]:
-        if full and key == MASTER:
-            return None
-        if only_first:
-            raise Unrecoverable
     return row_chunks(f"{name}/{key}", locals_, shape)
 
 

@@ -9,6 +9,10 @@ from stepmark.interchange.neuron.key_value_layout import Move
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, moved
 
 
+class PartMissing(CheckpointDamaged):
+    """The parts of some ranks are in no file."""
+
+
 def unsharded(locals_: Sequence[GlobalTensor], moves: Sequence[Move]) -> dict[str, GlobalTensor]:
     """The global tensors that the ranks' tensors, which may be in several pieces themselves, are parts of.
 
@@ -45,15 +49,15 @@ def _moved(pieces: Sequence[Piece], local: GlobalTensor, move: Move) -> list[Pie
 def row_chunks(name: str, chunks: Sequence[GlobalTensor], shape: Sequence[int]) -> GlobalTensor:
     """A tensor that ZeRO-1 cut along dim 0 into equal chunks, the last ones padded; `shape` is without padding.
 
-    Raises CheckpointDamaged where chunks are missing or do not fit the shape.
+    Raises CheckpointDamaged where chunks do not fit the shape, PartMissing where there are too few.
     """
     rows, first = shape[0], chunks[0]
     size = first.shape[0] if first.shape else 0
     inner = tuple(shape[1:])
-    if any(chunk.shape != (size, *inner) for chunk in chunks):
+    if any(chunk.shape != (size, *inner) for chunk in chunks) or size > -(-rows // len(chunks)):
         raise CheckpointDamaged(f"{first.where}: its chunks {[list(c.shape) for c in chunks]} are not of {list(shape)}")
-    if size != -(-rows // len(chunks)):  # a rank may have nothing but padding
-        raise CheckpointDamaged(
+    if size * len(chunks) < rows:
+        raise PartMissing(
             f"{first.where}: {len(chunks)} chunks of {size} rows are not the {rows} rows of the tensor; a data "
             "parallel rank's file is missing"
         )

@@ -22,7 +22,7 @@ from stepmark.interchange.sources.torch_optimizer import (
     STEP,
     group_settings,
     scalar,
-    state_shape,
+    state_shapes,
     to_python,
     whole_optimizer,
 )
@@ -72,11 +72,11 @@ def model_of(
     Raises CheckpointMismatch where it cannot be told which are the model's.
     """
     groups: dict[str, dict[str, GlobalTensor]] = {}
-    for name in store.order:
+    for name, path in store.paths.items():
         tensor = store.tensors.get(name)
-        if tensor is None or _of_optimizer(name, store.paths[name]):
+        if tensor is None or _of_optimizer(name, path):
             continue
-        key, rest = _split(name, store.paths[name], outline)
+        key, rest = _split(name, path, outline)
         groups.setdefault(key, {})[clean_name(rest)] = tensor
     groups = {key: tensors for key, tensors in groups.items() if any(t.shape for t in tensors.values())}
     chosen = _model_key(groups, outline)
@@ -136,9 +136,9 @@ def optimizer_of(
     states: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, Any]] = {}
     keys: Counter[str] = Counter()
-    for name in store.order:
+    for name, path in store.paths.items():
         value: Any = store.tensors[name] if name in store.tensors else store.values[name]
-        match = _of_optimizer(name, store.paths[name])
+        match = _of_optimizer(name, path)
         if match is not None:
             keys[match["key"]] += 1
             target = states if match.re is _STATE else groups
@@ -205,7 +205,7 @@ def _names(
         known = changed.keys() or found.model.keys()
         stripped = {key: key.removeprefix("module.") if key not in known else key for key in keys}
         return {key: changed.get(name, name) for key, name in stripped.items()}
-    shapes = {int(key): shape for key, state in states.items() if (shape := state_shape(state))}
+    shapes = {int(key): shape for key, shape in state_shapes(states).items()}
     saved = {name: tensor.shape for name, tensor in found.model.items()} if ordered else None
     names = agreed_names(found, groups, shapes, where, outline, saved, changed)
     return {str(number): name for number, name in names.items()}

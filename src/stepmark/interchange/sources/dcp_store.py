@@ -26,14 +26,13 @@ METADATA = ".metadata"
 
 @dataclass
 class DcpStore:
-    """What a store holds, by full name. `order` is that in which the saving program had the names, if it is
-    `ordered`: the records of several ranks are in another. `paths` are the keys on the way to each name."""
+    """What a store holds, by full name. `paths` are the keys on the way to each name, in the order in which the saving
+    program had the names, if that is known (`ordered`): the records of several ranks are in another."""
 
     folder: Path
     tensors: dict[str, GlobalTensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
     ordered: bool = False
     records: list[Record] = field(default_factory=list)
 
@@ -129,15 +128,11 @@ def _tensor(path: Path, name: str, pieces: list[Piece], shape: Shape | None) -> 
 
 
 def _set_paths(store: DcpStore, planned: dict[Any, Any]) -> None:
-    for name in planned:
-        path = planned[name]
-        if type(name) is str and (name in store.tensors or name in store.values):
-            store.order.append(name)
+    recorded = {**store.tensors, **store.values}
+    for name, path in planned.items():
+        if name in recorded:
             store.paths[name] = tuple(str(key) for key in path) if isinstance(path, tuple | list) else (name,)
             if ".".join(store.paths[name]) != name:
                 raise CheckpointDamaged(f"{store.folder / METADATA}: {name[:80]!r} has a path that is another name's")
     store.ordered = store.tensors.keys() <= store.paths.keys()
-    for name in (*store.tensors, *store.values):
-        if name not in store.paths:
-            store.order.append(name)
-            store.paths[name] = (name,)
+    store.paths |= {name: (name,) for name in recorded if name not in store.paths}
