@@ -149,7 +149,7 @@ def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
         raise CheckpointMismatch(f"{source.folder} is of an adapter, which --to dcp does not write; use hf-trainer")
     optimizer = optimizer_of(source)
     writer = _Writer()
-    for path, value in _titan_values(torchtitan.exported(source)) if options.titan else _values(source):
+    for path, value in _values(torchtitan.exported(source) if options.titan else source, options.titan):
         writer.add(path, value)
     found = ExportPlan([*writer.files, writer.metadata(), *copied_files(source.files)])
     if any(MASTER in state for state in optimizer.states.values()):
@@ -159,41 +159,24 @@ def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
     return found
 
 
-def _values(source: ForeignCheckpoint) -> Iterator[tuple[Path, Any]]:
-    """What there is, with the keys on the way to it."""
+def _values(source: ForeignCheckpoint, titan: bool) -> Iterator[tuple[Path, Any]]:
+    """What there is, with the keys on the way to it: as torchtitan's trainer has it, whose optimizer is flattened, or
+    nested, with the groups by number too."""
     optimizer = optimizer_of(source)
-    for name, tensor in source.model.items():
-        yield ("model", name), tensor
-    for name, stored in source.tied.items():
-        if stored in source.model:
-            yield ("model", name), source.model[stored]
-    for name, state in optimizer.states.items():
-        for key, value in state.items():
-            yield ("optimizer", "state", name, key), value
+    tied = {} if titan else {name: source.model[kept] for name, kept in source.tied.items() if kept in source.model}
+    for name, tensor in (*source.model.items(), *tied.items()):
+        yield (name,) if titan else ("model", name), tensor
+    parts = [("state", name, state) for name, state in optimizer.states.items()]
     for number, group in enumerate(optimizer.groups):
-        for key, value in group.items():
-            yield ("optimizer", "param_groups", number, key), value
-            for name in group["params"] if key != "params" else ():
-                yield ("optimizer", "param_groups", name, key), value
+        if not titan:
+            yield from ((("optimizer", "param_groups", number, key), value) for key, value in group.items())
+        settings = {key: value for key, value in group.items() if key != "params"}
+        parts += [("param_groups", name, settings) for name in group["params"]]
+    for kind, name, values in parts:
+        for key, value in values.items():
+            yield ("optimizer", f"{kind}.{name}.{key}") if titan else ("optimizer", kind, name, key), value
     for key, value in (source.schedule or {}).items():
-        yield ("scheduler", key), value
-    yield ("step",), source.step or 0
-
-
-def _titan_values(source: ForeignCheckpoint) -> Iterator[tuple[Path, Any]]:
-    """The same, as torchtitan's trainer has it."""
-    optimizer = optimizer_of(source)
-    for name, tensor in source.model.items():
-        yield (name,), tensor
-    for name, state in optimizer.states.items():
-        for key, value in state.items():
-            yield ("optimizer", f"state.{name}.{key}"), value
-    for group in optimizer.groups:
-        for name in group["params"]:
-            for key, value in group.items():
-                if key != "params":
-                    yield ("optimizer", f"param_groups.{name}.{key}"), value
-    for key, value in (source.schedule or {}).items():
-        yield ("lr_scheduler", key), value
-    yield ("train_state", "step"), source.step or 0
-    yield ("train_state", "ntokens_seen"), int((source.trainer_state or {}).get("num_input_tokens_seen") or 0)
+        yield ("lr_scheduler" if titan else "scheduler", key), value
+    yield ("train_state", "step") if titan else ("step",), source.step or 0
+    if titan:
+        yield ("train_state", "ntokens_seen"), int((source.trainer_state or {}).get("num_input_tokens_seen") or 0)
