@@ -15,7 +15,7 @@ from typing import Any
 from stepmark.checkpoint.format.dtypes import DTYPES
 from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.sinks.export_plan import ExportOptions, ExportPlan, optimizer_of
+from stepmark.interchange.sinks.export_plan import ExportPlan, optimizer_of
 from stepmark.interchange.sources import torchtitan
 from stepmark.interchange.sources.dcp_store import METADATA
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
@@ -144,17 +144,18 @@ def _chunks(tensor: GlobalTensor) -> Iterator[tuple[int, int, GlobalTensor]]:
         yield start, length, tensor.narrow(0, start, length)
 
 
-def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
+def plan(source: ForeignCheckpoint, titan: bool) -> ExportPlan:
+    """The files of a store; `titan`: with torchtitan's names."""
     if source.adapter:
         raise CheckpointMismatch(f"{source.folder} is of an adapter, which --to dcp does not write; use hf-trainer")
     optimizer = optimizer_of(source)
     writer = _Writer()
-    for path, value in _values(torchtitan.exported(source) if options.titan else source, options.titan):
+    for path, value in _values(torchtitan.exported(source) if titan else source, titan):
         writer.add(path, value)
     found = ExportPlan([*writer.files, writer.metadata(), *copied_files(source.files)])
     if any(MASTER in state for state in optimizer.states.values()):
         found.notes.append(_MASTERS)
-    if options.titan:
+    if titan:
         found.notes.append("torchtitan: leave the data loader out with checkpoint.exclude_from_loading = dataloader")
     return found
 
