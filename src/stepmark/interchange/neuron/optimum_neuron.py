@@ -17,10 +17,9 @@ from stepmark.checkpoint.format.read_errors import well_formed
 from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.neuron import lora as neuron_lora
 from stepmark.interchange.neuron import neuronx_distributed as nxd
-from stepmark.interchange.neuron.optimizer import add_optimizer
+from stepmark.interchange.neuron.optimizer import PartMissing, add_optimizer
 from stepmark.interchange.neuron.rank_files import FIRST_LAYOUT, RankCoordinates, check_grid, rank_files
 from stepmark.interchange.neuron.stages import Stage, fill_from_masters, head_layout, model_of, optimizer_of
-from stepmark.interchange.neuron.unsharding import PartMissing
 from stepmark.interchange.sources.complete_state import files_beside, finish, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.interchange.sources.transformers_trainer import read_trainer_state
