@@ -73,7 +73,7 @@ def test_text_flags_are_not_read_as_yaml(recipe: Read) -> None:
     assert read.training.run_name == "2024-01-01: [a"
     assert Path(read.training.output_dir).name == "17"
     assert read.training.report_to == "no"
-    assert read.training.optimizer_options == {"momentum": 0.9}
+    assert read.training.parsed_options("optim_args") == {"momentum": 0.9}
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,12 @@ def test_a_field_of_several_types_takes_the_one_that_is_meant(recipe: Read, text
 def test_mappings_in_both_spellings(recipe: Read) -> None:
     assert recipe(BASE, config_overrides="{n_layer: 1}").model.config_overrides == {"n_layer": 1}
     assert recipe(BASE, config_overrides="n_layer=1,n_embd=16").model.config_overrides == "n_layer=1,n_embd=16"
-    kwargs = recipe(BASE, lr_scheduler_kwargs="{num_cycles: 2}").training.scheduler_options
-    assert kwargs == recipe(BASE, lr_scheduler_kwargs="num_cycles=2").training.scheduler_options == {"num_cycles": 2}
+    kwargs = recipe(BASE, lr_scheduler_kwargs="{num_cycles: 2}").training.parsed_options("lr_scheduler_kwargs")
+    assert (
+        kwargs
+        == recipe(BASE, lr_scheduler_kwargs="num_cycles=2").training.parsed_options("lr_scheduler_kwargs")
+        == {"num_cycles": 2}
+    )
 
 
 def test_relative_output_is_in_the_folder_the_user_stands_in(

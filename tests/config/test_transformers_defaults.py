@@ -59,7 +59,7 @@ def test_the_parser_of_example_scripts_reads_the_fields(tmp_path: Path) -> None:
     (made,) = parser.parse_args_into_dataclasses([*text, "--lr_scheduler_kwargs", '{"num_cycles": 2}'])
     assert (made.rank, made.targets, made.bf16, made.save_total_limit) == (4, ["query", "value"], True, 3)
     assert (made.resume_from_checkpoint, made.async_save, made.label_names) == (True, False, ["labels"])
-    assert made.scheduler_options == {"num_cycles": 2}
+    assert made.parsed_options("lr_scheduler_kwargs") == {"num_cycles": 2}
     assert made.reporters == []
 
 

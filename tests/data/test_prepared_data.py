@@ -61,7 +61,7 @@ def expected_stream(documents: list[str]) -> list[int]:
 
 
 def documents_of(*texts: str) -> list[Segment]:
-    return [Segment(text, True, True) for text in texts]
+    return [Segment([text]) for text in texts]
 
 
 def test_no_token_is_lost_and_the_tail_is_padded(make: Callable[..., Prepared]) -> None:
@@ -114,8 +114,8 @@ def test_a_tokenizers_own_special_tokens_are_kept() -> None:
     )
     encoder = TextEncoder(tokenizer)
     assert encoder.stream(documents_of("a", "b")).tolist() == [pad, 97, end, pad, 98, end]
-    assert encoder.stream([Segment("a", False, False), Segment("b", False, False)]).tolist() == [97, 98]
-    assert encoder.stream([Segment("a", True, False), Segment("b", False, True)]).tolist() == [pad, 97, 98, end]
+    assert encoder.stream([Segment(["a", "b"], False, False)]).tolist() == [97, 98]
+    assert encoder.stream([Segment(["a"], ends=False), Segment(["b"], starts=False)]).tolist() == [pad, 97, 98, end]
     assert encoder.content != TextEncoder(TOKENIZER).content
 
 

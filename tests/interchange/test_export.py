@@ -21,7 +21,6 @@ from stepmark.cli.main import run
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
 from stepmark.interchange.export_checkpoint import export_checkpoint
 from stepmark.interchange.recognition import open_foreign
-from stepmark.interchange.sinks.export_plan import ExportOptions
 from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
 from stepmark.interchange.sources.foreign import ImportOptions
 from stepmark.model_folder.new_folder import WritingListener
@@ -80,7 +79,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 )
 def test_what_goes_out_comes_back(own: Path, form: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Out, and in again through the importer."""
-    export_checkpoint(own, tmp_path / "out", form, ExportOptions(**options))
+    export_checkpoint(own, tmp_path / "out", form, **options)
     back = imported(tmp_path / "out", tmp_path / "back")
     assert same(values(back), values(own))
     mine, again = (json.loads((folder / "state.json").read_text())["sections"] for folder in (own, back))
@@ -103,7 +102,7 @@ def test_one_group_comes_back_by_its_names(form: str, options: dict[str, Any], t
     torch.save({"model": truth().model, "optimizer": {"state": moments, "param_groups": [group]}, "step": 3}, source)
     foreign_checkpoints.write_config(tmp_path)
     own = imported(source, tmp_path / "own")
-    export_checkpoint(own, tmp_path / "out", form, ExportOptions(**options))
+    export_checkpoint(own, tmp_path / "out", form, **options)
     assert same(values(imported(tmp_path / "out", tmp_path / "back")), values(own))
 
 
@@ -117,7 +116,7 @@ def earlier(kind: str, tmp_path: Path) -> Path:
 def test_any_mesh_goes_out(source: str, form: str, tmp_path: Path) -> None:
     """Shards, also those that ZeRO-1 cut out of flattened states, in the order that the model has them."""
     expected = load_file(FIXTURES / source / "truth.safetensors")
-    done = export_checkpoint(earlier(source, tmp_path), tmp_path / "out", form, ExportOptions())
+    done = export_checkpoint(earlier(source, tmp_path), tmp_path / "out", form)
     found = values(imported(tmp_path / "out", tmp_path / "back"))
     masters = source == "bf16" and form == "hf-trainer"
     names = {name for name in expected if not (masters and name.endswith("/master"))}
@@ -139,7 +138,7 @@ def test_any_mesh_goes_out(source: str, form: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("nproc", "flat"), [(2, True), (3, False)], ids=["flattened", "nested"])
 def test_sharded_state_loads_the_store(own: Path, nproc: int, flat: bool, ranks: Ranks, tmp_path: Path) -> None:
-    export_checkpoint(own, tmp_path / "out", "dcp", ExportOptions())
+    export_checkpoint(own, tmp_path / "out", "dcp")
     program = "tests.support.exported_programs:sharded_load"
     assert ranks.run(program, str(tmp_path / "out"), flat, nproc=nproc).check() == [[]] * nproc
 
@@ -148,7 +147,7 @@ def test_titan_state_loads_the_store(own: Path, tmp_path: Path) -> None:
     """The same names and bytes as torchtitan's own for this model, written from its description."""
     import torch.distributed.checkpoint as dcp
 
-    export_checkpoint(own, tmp_path / "out", "dcp", ExportOptions(titan=True))
+    export_checkpoint(own, tmp_path / "out", "dcp", titan=True)
     theirs = foreign_checkpoints.titan_folder(tmp_path / "theirs", truth())
     weights = {
         name: torch.zeros(described.size)
@@ -170,7 +169,7 @@ def test_chunks_of_rows(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(dcp, "CHUNK", 600)
     monkeypatch.setattr(dcp, "FILE", 50_000)
-    export_checkpoint(own, tmp_path / "out", "dcp", ExportOptions())
+    export_checkpoint(own, tmp_path / "out", "dcp")
     assert len(list((tmp_path / "out").glob("__0_*.distcp"))) > 3
     assert same(values(imported(tmp_path / "out", tmp_path / "back")), values(own))
 
@@ -187,7 +186,7 @@ def test_torch_loads_what_trainer_does(own: Path, tmp_path: Path) -> None:
     from transformers.trainer_pt_utils import safe_globals
 
     out = tmp_path / "checkpoint-3"
-    export_checkpoint(own, out, "hf-trainer", ExportOptions())
+    export_checkpoint(own, out, "hf-trainer")
     expected = truth()
     config: Any = LlamaConfig.from_pretrained(out)
     with torch.device("meta"):
@@ -307,7 +306,7 @@ def entries(folder: Path) -> list[str]:
 def refused(source: Path, out: Path, kind: type[Exception], match: str, form: str = "dcp", **options: Any) -> None:
     before = entries(out.parent)
     with pytest.raises(kind, match=match) as error:
-        export_checkpoint(source, out, form, ExportOptions(**options))
+        export_checkpoint(source, out, form, **options)
     assert "\n" not in str(error.value)
     assert entries(out.parent) == before
 
@@ -342,7 +341,7 @@ def test_optimizer_that_is_no_adam(tmp_path: Path) -> None:
     moments = {name: {"momentum_buffer": m["exp_avg"]} for name, m in drawn.moments.items()}
     source = foreign_checkpoints.trainer_folder(tmp_path / "source", Truth(drawn.model, moments))
     own = imported(source, tmp_path / "own")
-    export_checkpoint(own, tmp_path / "out", "hf-trainer", ExportOptions())
+    export_checkpoint(own, tmp_path / "out", "hf-trainer")
     assert same(values(imported(tmp_path / "out", tmp_path / "back")), values(own))
 
 

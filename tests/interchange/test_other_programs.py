@@ -20,7 +20,6 @@ from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.export_checkpoint import export_checkpoint
 from stepmark.interchange.recognition import open_foreign
 from stepmark.interchange.sinks import dcp as exported_dcp
-from stepmark.interchange.sinks.export_plan import ExportOptions
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from tests.interchange.test_import import check, refused, take
 from tests.support import foreign_checkpoints
@@ -110,7 +109,7 @@ def test_schedule_of_several_parts(tmp_path: Path) -> None:
     foreign_checkpoints.write_config(tmp_path / "source")
     assert opened(tmp_path / "source").schedule == expected
     own = take(tmp_path / "source", tmp_path / "own")
-    export_checkpoint(own, tmp_path / "out", "dcp", ExportOptions())
+    export_checkpoint(own, tmp_path / "out", "dcp")
     assert opened(tmp_path / "out").schedule == expected
     empty = kinds.SequentialLR(optimizer, [kinds.LinearLR(optimizer), kinds.ConstantLR(optimizer)], [5]).state_dict()
     with warnings.catch_warnings():
@@ -126,7 +125,7 @@ def test_optimizer_without_states(tmp_path: Path) -> None:
     save_dcp({"model": drawn.model, "optimizer": {"state": {}, "param_groups": groups}, "step": 3}, tmp_path / "source")
     foreign_checkpoints.write_config(tmp_path / "source")
     own = take(tmp_path / "source", tmp_path / "own")
-    export_checkpoint(own, tmp_path / "out", "dcp", ExportOptions())
+    export_checkpoint(own, tmp_path / "out", "dcp")
     for folder in (own, take(tmp_path / "out", tmp_path / "back")):
         sections = json.loads((folder / "state.json").read_text())["sections"]
         assert [group["lr"] for group in sections["optimizer"]["groups"].values()] == [0.25, 0.25]
@@ -138,7 +137,7 @@ def test_last_rows_without_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The metadata states the shape; without a config nothing else does."""
     own = take(trainer_folder(tmp_path / "source", truth()), tmp_path / "own")
     monkeypatch.setattr(exported_dcp, "CHUNK", 600)
-    export_checkpoint(own, tmp_path / "out", "dcp", ExportOptions())
+    export_checkpoint(own, tmp_path / "out", "dcp")
     (tmp_path / "out" / "config.json").unlink()
     assert opened(tmp_path / "out", model_only=True).model
     metadata = dcp.FileSystemReader(tmp_path / "out").read_metadata()

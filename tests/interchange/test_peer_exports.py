@@ -12,7 +12,6 @@ import torch
 
 from stepmark.interchange.export_checkpoint import export_checkpoint
 from stepmark.interchange.recognition import open_foreign
-from stepmark.interchange.sinks.export_plan import ExportOptions
 from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
 from stepmark.interchange.sources.foreign import ImportOptions
 from tests.interchange.test_peer_checkpoints import FOLDERS, ROOT, SILENT, VARIABLE, described, loaded
@@ -51,7 +50,7 @@ def taken(name: str, out: Path) -> Path:
 def test_any_format_has_the_truth(form: str, name: str, tmp_path: Path) -> None:
     """Out in another format, and in again."""
     own = taken(name, tmp_path / "own")
-    export_checkpoint(own, tmp_path / "out", form, ExportOptions())
+    export_checkpoint(own, tmp_path / "out", form)
     write_checkpoint(open_foreign(tmp_path / "out", ImportOptions()), tmp_path / "back", SILENT)
     for file in ("model.safetensors", "optimizer/optimizer.safetensors"):
         before, after = loaded(tmp_path / "own" / file), loaded(tmp_path / "back" / file)

@@ -19,7 +19,6 @@ import stepmark  # noqa: E402
 from stepmark.errors import CheckpointMismatch  # noqa: E402
 from stepmark.interchange.export_checkpoint import export_checkpoint  # noqa: E402
 from stepmark.interchange.recognition import open_foreign  # noqa: E402
-from stepmark.interchange.sinks.export_plan import ExportOptions  # noqa: E402
 from stepmark.interchange.sources.foreign import ImportOptions  # noqa: E402
 from tests.interchange.test_import import take  # noqa: E402
 from tests.support.models import build  # noqa: E402
@@ -95,7 +94,7 @@ def test_a_run_goes_on_here_and_there(lora: dict[str, Any], tmp_path: Path) -> N
     own = take(theirs, tmp_path / "own" / theirs.name)
     assert losses(stepmark, tmp_path / "own", lora, own) == pytest.approx(whole, abs=1e-6)
     back = tmp_path / "back" / theirs.name
-    export_checkpoint(own, back, "hf-trainer", ExportOptions())
+    export_checkpoint(own, back, "hf-trainer")
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (theirs, back))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -107,12 +106,12 @@ def test_a_run_of_ours_goes_on_there(tmp_path: Path) -> None:
     base(tmp_path / "base")
     whole = losses(stepmark, tmp_path / "own", PLAIN)
     out = tmp_path / "peer" / f"checkpoint-{STEP}"
-    export_checkpoint(tmp_path / "own" / out.name, out, "hf-trainer", ExportOptions())
+    export_checkpoint(tmp_path / "own" / out.name, out, "hf-trainer")
     assert losses(transformers, tmp_path / "peer", PLAIN, out)[-(LAST - STEP) :] == pytest.approx(
         whole[STEP:], abs=1e-6
     )
     with pytest.raises(CheckpointMismatch, match="is of an adapter, which --to dcp does not write"):
-        export_checkpoint(tmp_path / "own" / out.name, tmp_path / "dcp", "dcp", ExportOptions())
+        export_checkpoint(tmp_path / "own" / out.name, tmp_path / "dcp", "dcp")
 
 
 def test_what_does_not_fit(tmp_path: Path) -> None:

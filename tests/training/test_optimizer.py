@@ -416,7 +416,9 @@ def test_an_option_that_is_a_field_is_refused(name: str, option: str, field: str
 
 def test_adafactor_has_an_eps_of_its_own() -> None:
     args = TrainingArguments(optim="adafactor", optim_args='{"eps": [1e-30, 1e-2]}')
-    made = build_optimizer("adafactor", list(nn.Linear(2, 2).named_parameters()), CPU, options=args.optimizer_options)
+    made = build_optimizer(
+        "adafactor", list(nn.Linear(2, 2).named_parameters()), CPU, options=args.parsed_options("optim_args")
+    )
     assert made.param_groups[0]["eps"] == [1e-30, 1e-2]
 
 

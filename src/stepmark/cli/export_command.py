@@ -35,14 +35,13 @@ def run(parsed: argparse.Namespace) -> int:
     from stepmark.cli.progress import BytesProgress
     from stepmark.config.quiet_libraries import leave_out_torch_xla
     from stepmark.interchange.export_checkpoint import export_checkpoint
-    from stepmark.interchange.sinks.export_plan import ExportOptions
 
     leave_out_torch_xla()
     if parsed.titan and parsed.to != "dcp":
         raise UsageError(f"--titan is for --to dcp, and has no meaning for {parsed.to}")
-    options = ExportOptions(parsed.titan, config_file(parsed.config))
+    given = {"titan": parsed.titan, "config": config_file(parsed.config)}
     with BytesProgress("exporting") as listener:
-        done = export_checkpoint(parsed.source, parsed.out, parsed.to, options, listener)
+        done = export_checkpoint(parsed.source, parsed.out, parsed.to, listener, **given)
     if parsed.json:
         body = {"source": str(done.checkpoint), "to": parsed.to, "out": str(parsed.out), "step": done.step}
         print(json.dumps({**body, "bytes": done.size, "notes": done.notes, "lost": done.lost}, indent=2))

@@ -85,8 +85,7 @@ class DataArguments:
         check_fields(self, DataArguments)
         refuse(self._contradictions() if self.dataset_mixture is None else self._moved_into_sources())
         if self.dataset_mixture is not None:
-            object.__setattr__(self, "dataset_mixture", _checked_sources(self.dataset_mixture))
-            self._check_mixture()
+            object.__setattr__(self, "dataset_mixture", self._checked_sources(self.dataset_mixture))
 
     @property
     def sources(self) -> tuple[DataArguments, ...]:
@@ -109,18 +108,32 @@ class DataArguments:
             if name in SOURCE_FIELDS and name not in SHARED_FIELDS and getattr(self, name) != field.default:
                 yield f"{name} and dataset_mixture: each source has its own; move {name} into the sources"
 
-    def _check_mixture(self) -> None:
-        of_conversations = []
-        for index, entry in enumerate(self.dataset_mixture or ()):
+    def _checked_sources(self, given: Sequence[Any]) -> list[dict[str, Any]]:
+        """The sources of a mixture as mappings of SOURCE_FIELDS and a `weight`.
+
+        Raises UsageError that names the source, from 1, for an unknown field, a value of the wrong type, a weight that
+        is missing or not above 0, or one that does not go with the sources before it.
+        """
+        if len(given) < 2:
+            raise UsageError(f"dataset_mixture: has {len(given)} sources; give two or more, or name the one by itself")
+        entries: list[dict[str, Any]] = []
+        of_conversations = set()
+        for index, each in enumerate(given):
+            where = f"dataset_mixture, source {index + 1}"
+            entry = _checked_source(each, where)
+            same = next((at for at, other in enumerate(entries, 1) if {**other, WEIGHT: entry[WEIGHT]} == entry), None)
+            if same is not None:
+                raise UsageError(f"{where}: is the same as source {same}; name it once, with the sum of both weights")
             try:
-                of_conversations.append(self._source(entry).messages_column is not None)
+                of_conversations.add(self._source(entry).messages_column is not None)
             except UsageError as error:
-                raise UsageError(f"{_name_of(index)}: {error}") from error
-            if of_conversations[0] != of_conversations[-1]:
+                raise UsageError(f"{where}: {error}") from error
+            if len(of_conversations) > 1:
                 raise UsageError(
-                    f"{_name_of(index)}: samples are texts or conversations; give messages_column to all sources or "
-                    "none"
+                    f"{where}: samples are texts or conversations; give messages_column to all sources or none"
                 )
+            entries.append(entry)
+        return entries
 
     def _contradictions(self) -> Iterator[str]:
         for field in ("train_file", "validation_file"):
@@ -142,30 +155,6 @@ class DataArguments:
         has_columns = self.dataset_name not in (None, STDLIB) or any(map(may_have_columns, names))
         if self.text_column is not None and not has_columns:
             yield "text_column is given, but the data has no columns; remove it"
-
-
-def _checked_sources(given: Sequence[Any]) -> list[dict[str, Any]]:
-    """The sources of a mixture as mappings of SOURCE_FIELDS and a `weight`.
-
-    Raises UsageError that names the source, from 1, for an unknown field, a value of the wrong type, or a weight that
-    is missing or not above 0.
-    """
-    if len(given) < 2:
-        raise UsageError(f"dataset_mixture: has {len(given)} sources; give two or more, or name the one by itself")
-    entries = [_checked_source(entry, _name_of(index)) for index, entry in enumerate(given)]
-    for index, entry in enumerate(entries):
-        source = {**entry, WEIGHT: None}
-        earlier = next((other for other in range(index) if {**entries[other], WEIGHT: None} == source), None)
-        if earlier is not None:
-            raise UsageError(
-                f"{_name_of(index)}: is the same as source {earlier + 1}; name it once, with the sum of both weights"
-            )
-    return entries
-
-
-def _name_of(index: int) -> str:
-    """What messages call the source with this index, from 0."""
-    return f"dataset_mixture, source {index + 1}"
 
 
 def _checked_source(entry: Any, where: str) -> dict[str, Any]:

@@ -179,7 +179,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
         self.output_dir = os.path.abspath(self.output_dir)
         if self.prometheus_file is not None:
             self.prometheus_file = os.path.abspath(self.prometheus_file)
-        check_options(self.optim, self.optimizer_options)
+        check_options(self.optim, self.parsed_options("optim_args"))
         self.torch_compile = self.torch_compile or bool(self.torch_compile_backend or self.torch_compile_mode)
         if self.torch_compile:
             self.torch_compile_backend = self.torch_compile_backend or "inductor"
@@ -214,15 +214,9 @@ class TrainingFields(metaclass=AcceptingDefaults):
         name = self.metric_for_best_model
         return name if name is None or name.startswith("eval_") else f"eval_{name}"
 
-    @property
-    def scheduler_options(self) -> dict[str, Any]:
-        """`lr_scheduler_kwargs` as a mapping."""
-        return parse_options("lr_scheduler_kwargs", self.lr_scheduler_kwargs)
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """`sample_options` as a mapping."""
-        return parse_options("sample_options", self.sample_options)
+    def parsed_options(self, field: str) -> dict[str, Any]:
+        """`lr_scheduler_kwargs`, `optim_args` or `sample_options` as a mapping."""
+        return parse_options(field, getattr(self, field))
 
     @property
     def checkpointing_options(self) -> dict[str, Any]:
@@ -238,11 +232,6 @@ class TrainingFields(metaclass=AcceptingDefaults):
     def hosts_ranks(self) -> bool:
         """Whether processes may host several data parallel ranks: not where torch adds copies of shards."""
         return (self.full_sharding or FullSharding()).replicas == 1
-
-    @property
-    def optimizer_options(self) -> dict[str, Any]:
-        """`optim_args` as a mapping."""
-        return parse_options("optim_args", self.optim_args)
 
     @property
     def bucket_elements(self) -> int | None:

@@ -226,8 +226,4 @@ def _describe_conversations(name: str, data: Conversations, block_size: int, *, 
     line = f"{'cached' if cached else 'tokenized'} {name}: {data.conversations:,} conversations"
     if data.packed:
         line += f" packed into {len(data):,} blocks of {block_size} tokens"
-    if data.truncated:
-        line += f"; {data.truncated:,} cut to {block_size} tokens, {data.tokens_left_out:,} tokens left out"
-    if data.rows_left_out:
-        line += f"; {data.rows_left_out:,} without a target left out"
-    return line
+    return "; ".join([line, *data.changes])

@@ -13,14 +13,12 @@ from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.errors import UsageError
 from stepmark.interchange.sinks import dcp, hf_trainer
-from stepmark.interchange.sinks.export_plan import ExportOptions
 from stepmark.interchange.sources.stepmark_checkpoint import find_checkpoint, open_stepmark
 from stepmark.model_folder.consolidate import consolidate
 from stepmark.model_folder.new_folder import WritingListener, check_out
 from stepmark.model_folder.output_files import MAX_SHARD, write_folder
 
 SILENT = WritingListener()
-FORMATS = {"dcp": dcp.plan, "hf-trainer": hf_trainer.plan}  # by what --to names
 
 
 @dataclass(frozen=True)
@@ -35,10 +33,16 @@ class Exported:
 
 
 def export_checkpoint(
-    source: Path, out: Path, form: str, options: ExportOptions, listener: WritingListener = SILENT
+    source: Path,
+    out: Path,
+    form: str,
+    listener: WritingListener = SILENT,
+    titan: bool = False,
+    config: Path | None = None,
 ) -> Exported:
-    """Writes a checkpoint, or the newest of a run, as the folder `out` in another tool's format: `form` is a name of
-    FORMATS, or "hf" for a model folder, as `consolidate` writes it. Nothing is left after an error.
+    """Writes a checkpoint, or the newest of a run, as the folder `out` in another tool's format: `form` is "dcp", with
+    `titan` that of torchtitan; "hf-trainer"; or "hf" for a model folder, as `consolidate` writes it. `config` is the
+    model's config.json, where the checkpoint has none. Nothing is left after an error.
 
     Raises:
         UsageError: `out` is in use, or an option does not fit the format or the model.
@@ -57,6 +61,6 @@ def export_checkpoint(
         step = found.step or 0
         if step_of(final) not in (None, step):
             raise UsageError(f"{out} has the name of another step: {checkpoint} is of step {step}")
-        plan = FORMATS[form](found, options)
+        plan = dcp.plan(found, titan) if form == "dcp" else hf_trainer.plan(found, config)
         size = write_folder(plan.files, found.records, final, out, listener)
     return Exported(checkpoint, step, size, tuple(plan.notes), (*found.lost, *plan.lost))

@@ -7,13 +7,12 @@ from pathlib import Path
 from stepmark.checkpoint.format.checkpoint_folders import resolve_link
 from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
-from stepmark.interchange.neuron import neuronx_distributed, optimum_neuron, optimum_neuron_lora, torch_xla_zero
+from stepmark.interchange.neuron import neuronx_distributed, optimum_neuron, torch_xla_zero
 from stepmark.interchange.sources import dcp, deepspeed, hf_sharded, plain, transformers_trainer
 from stepmark.interchange.sources.foreign import CheckpointFormat, ForeignCheckpoint, ImportOptions
 
 # In this order: the folders of some tools contain files of others.
 FORMATS: tuple[CheckpointFormat, ...] = (
-    optimum_neuron_lora,
     optimum_neuron,
     neuronx_distributed,
     torch_xla_zero,
@@ -24,7 +23,7 @@ FORMATS: tuple[CheckpointFormat, ...] = (
     plain,
 )
 _RENAMED = (dcp, hf_sharded, plain)  # whose tensors may have names of another program
-_REPLICATED = (optimum_neuron_lora, optimum_neuron, neuronx_distributed)  # whose key/value heads may be
+_REPLICATED = (optimum_neuron, neuronx_distributed)  # whose key/value heads may be
 _INNER = ("checkpoint-*", "step-*", "step_*", "global_step*")
 
 

@@ -114,26 +114,20 @@ class RunRows:
                 f"--step: the samples after step {record['step']} come from an iterable dataset or a loader of the "
                 f"program's own ({order}), whose order only the program knows"
             )
-        data, in_data = self._data(record["data"]), "mixture" in order or "lengths" in position
-        if data is None and in_data:
+        data: Prepared | None = None
+        try:
+            *_, data = self._of_recipe
+            if data.fingerprint != record["data"]:
+                raise DataError(f"the data of {self._folder / USED_RECIPE} have changed since")
+        except (DataError, UsageError) as error:
+            data, self.missing = None, f"texts and origins are not known: {error}"
+        if data is None and ("mixture" in order or "lengths" in position):
             raise UsageError(f"--step: the order of the samples ({order}) depends on the data; {self.missing}")
         samples = range(position["dataset_size"]) if data is None else data.train
         if "lengths" in position:
             recipe, tokenizer, _ = self._of_recipe
             lengths = sample_lengths(samples, recipe.training.length_column_name, tokenizer.model_input_names[0])
         return data, DataLoader.of_record(position, samples, lengths)
-
-    def _data(self, fingerprint: Any) -> Prepared | None:
-        """The data of the run's recipe, if they have this fingerprint."""
-        try:
-            data = self._of_recipe[2]
-        except (DataError, UsageError) as error:
-            self.missing = f"texts and origins are not known: {error}"
-            return None
-        if data.fingerprint == fingerprint:
-            return data
-        self.missing = f"texts and origins are not known: the data of {self._folder / USED_RECIPE} have changed since"
-        return None
 
     @functools.cached_property
     def _of_recipe(self) -> tuple[Recipe, Any, Prepared]:

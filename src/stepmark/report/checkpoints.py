@@ -15,6 +15,7 @@ from stepmark.errors import CheckpointError
 from stepmark.report.history import History
 from stepmark.trainer.run_folder.status import RUNNING, STUCK
 
+SAVES = ("saved", "save_begun", "save_failed")  # events
 SMALL = 1 << 20  # bytes of a file whose checksum is read
 _QUARANTINED = re.compile(r"damaged-checkpoint-(\d+)(\.\d+)?\Z")
 _UNFINISHED = re.compile(r"\.checkpoint-(\d+)\..+\Z")
@@ -38,13 +39,13 @@ class Checkpoint:
 
 def read_checkpoints(history: History) -> list[Checkpoint]:
     """In order of steps. Sizes, headers and small files of existing checkpoints are checked; tensors are not read."""
-    events = {kind: _last(history, kind) for kind in ("saved", "save_begun", "save_failed", "set_aside")}
+    events = _last_events(history)
     found: dict[str, Checkpoint] = {}
     for path in sorted(history.folder.iterdir()):
         if (one := _of_folder(path, events, history)) is not None:
             found[one.name] = one
     there = {one.step for one in found.values() if one.state in ("complete", "corrupted")}
-    for step in {*events["saved"], *events["save_begun"], *events["save_failed"]} - there:
+    for step in {step for kind in SAVES for step in events[kind]} - there:
         one = _of_events(step, events)
         found.setdefault(one.name, one)
     restored = Counter(str(event.get("checkpoint")) for event in history.of_kind("resumed"))
@@ -53,17 +54,14 @@ def read_checkpoints(history: History) -> list[Checkpoint]:
     return sorted(found.values(), key=lambda one: (one.step, one.time or 0.0, one.name))
 
 
-def _last(history: History, kind: str) -> dict[int, dict[str, Any]]:
-    """The last event of this kind for each step; of saves, only if the checkpoint was not quarantined since."""
-    found: dict[int, dict[str, Any]] = {}
-    for event in history.events:
-        step = event.get("step")
-        if step is None:
-            continue
-        if event["event"] == kind:
-            found[step] = event
-        elif event["event"] == "set_aside":
-            found.pop(step, None)
+def _last_events(history: History) -> dict[str, dict[int, dict[str, Any]]]:
+    """The last event of each kind for each step; of saves, only if the checkpoint was not quarantined since."""
+    found: dict[str, dict[int, dict[str, Any]]] = {kind: {} for kind in (*SAVES, "set_aside")}
+    for event in history.of_kind(*found):
+        if (step := event.get("step")) is not None:
+            found[event["event"]][step] = event
+            for kind in SAVES if event["event"] == "set_aside" else ():
+                found[kind].pop(step, None)
     return found
 
 
@@ -101,7 +99,7 @@ def _existing(path: Path, step: int, saved: dict[str, Any], history: History) ->
 
 def _of_events(step: int, events: dict[str, dict[int, dict[str, Any]]]) -> Checkpoint:
     name = f"checkpoint-{step}"
-    saved, begun, failed = (events[kind].get(step) for kind in ("saved", "save_begun", "save_failed"))
+    saved, begun, failed = (events[kind].get(step) for kind in SAVES)
     if saved is not None:
         seconds = saved.get("stall_seconds"), saved.get("durable_seconds")
         return Checkpoint(step, name, "deleted", "retention", saved.get("bytes"), *seconds, saved.get("time"))

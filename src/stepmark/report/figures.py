@@ -217,17 +217,15 @@ def system_figures(histories: Sequence[History], *, points: int = POINTS) -> lis
         Figure("disk", "Disk", "MB per second, read and written by a rank's process", zero=True),
         Figure("network", "Network", "MB per second, received and sent by a rank's host", zero=True),
     ]
-    sources = [("processor",), ("memory",), ("device_memory",), ("disk_read", "disk_written")]
-    sources.append(("network_received", "network_sent"))
+    sources = "processor", "memory", "device_memory", "disk_read disk_written", "network_received network_sent"
     scales = (1.0, 1 / GIGA, 1 / GIGA, 1 / MEGA, 1 / MEGA)
     for run, history in enumerate(histories):
         samples = read_samples(history.folder)
         ranks = _shown(samples) if len(histories) == 1 else sorted(samples)[:1]
         for rank in ranks:
             for figure, fields, scale in zip(found, sources, scales, strict=True):
-                lines = [
-                    {**line, "value": total} for line in samples[rank] if (total := _sum(line, fields)) is not None
-                ]
+                sums = [(line, _sum(line, fields.split())) for line in samples[rank]]
+                lines = [{**line, "value": total} for line, total in sums if total is not None]
                 if lines:
                     figure.series.append(line_of(history, run, lines, f"rank {rank}", "value", points, scale))
         if len(ranks) < len(samples) and len(histories) == 1:

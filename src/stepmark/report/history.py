@@ -249,7 +249,7 @@ def _sort_metrics(history: History, lines: Sequence[Line]) -> None:
     logs: dict[int, Line] = {}
     evaluations: dict[int, Line] = {}
     closing: dict[int, Line] = {}
-    resumptions: list[tuple[Line, int | None, float | None]] = []
+    attempts = [Attempt()]
 
     def discard(after: int) -> None:
         """Moves the steps after this one to `lost`, and drops their evaluations."""
@@ -262,7 +262,9 @@ def _sort_metrics(history: History, lines: Sequence[Line]) -> None:
         step = line.get("step")
         if "resumed" in line:
             last = max(logs, default=None)
-            resumptions.append((line, last, logs[last].get("time") if last is not None else None))
+            last_time = None if last is None else logs[last].get("time")
+            attempts[-1] = replace(attempts[-1], last=last, last_time=last_time)
+            attempts.append(Attempt(line.get("time"), first=line["resumed"]))
             discard(line["resumed"] or 0)
             history.own = [own for own in history.own if own["step"] <= (line["resumed"] or 0)]
         elif step is not None and "loss" in line:
@@ -281,7 +283,7 @@ def _sort_metrics(history: History, lines: Sequence[Line]) -> None:
         EvaluationPoint(step, evaluations[step].pop("time"), evaluations[step], concurrent=False)
         for step in sorted(evaluations)
     ]
-    history.attempts = _attempts(history, resumptions)
+    history.attempts = _with_ends(history, attempts)
 
 
 def _metrics_of(line: Line) -> dict[str, float]:
@@ -313,20 +315,18 @@ def _add_concurrent_evaluations(history: History, lines: Sequence[Line]) -> None
 KILLED = "ended without a status"
 
 
-def _attempts(history: History, resumptions: Sequence[tuple[Line, int | None, float | None]]) -> list[Attempt]:
-    """The processes of the run, one more than there are resumptions; each ended before the next started."""
+def _with_ends(history: History, attempts: Sequence[Attempt]) -> list[Attempt]:
+    """The processes of the run, with how each ended, before the next started; and when the first began."""
     firsts = [*history.of_kind("started")[:1], *(history.lost[0][:1] if history.lost else []), *history.logs[:1]]
-    began_at = min((time for line in firsts if (time := line.get("time")) is not None), default=None)
-    begins = [began_at, *(line.get("time") for line, _, _ in resumptions)]
-    lasts = [*((last, time) for _, last, time in resumptions), (history.last_step, history.last_update)]
-    ends = [*begins[1:], math.inf]
+    began = min((time for line in firsts if (time := line.get("time")) is not None), default=None)
+    newest = replace(attempts[-1], last=history.last_step, last_time=history.last_update)
+    known = [*attempts[:-1], newest]
+    known[0] = replace(known[0], began=began)
     found = []
-    for index, (began, (last, last_time), until) in enumerate(zip(begins, lasts, ends, strict=True)):
-        resumed = resumptions[index - 1][0]["resumed"] if index else None
-        ended = _ending(history, began or 0.0, until if until is not None else math.inf)
-        if ended is None and index < len(resumptions) and history.events:
-            ended = KILLED
-        found.append(Attempt(began, first=resumed, last=last, ended=ended, last_time=last_time))
+    for each, after in zip_longest(known, known[1:]):
+        until = math.inf if after is None or after.began is None else after.began
+        ended = _ending(history, each.began or 0.0, until)
+        found.append(replace(each, ended=KILLED if ended is None and after and history.events else ended))
     return found
 
 

@@ -168,7 +168,7 @@ class TrainerEvaluation:
                 "out, or use Seq2SeqTrainer with predict_with_generate"
             )
         positions = getattr(config, "max_position_embeddings", None)
-        tokenizer, options = self.loaders.processing_class, self.args.sampling
+        tokenizer, options = self.loaders.processing_class, self.args.parsed_options("sample_options")
         return PromptSampler(tokenizer, prompts, self.args.sample_tokens, positions, options)
 
     def sample_texts(self) -> list[tuple[str, str, str]]:

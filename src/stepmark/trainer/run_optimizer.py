@@ -35,7 +35,7 @@ def step_optimizer(
             weight_decay=args.weight_decay,
             betas=(args.adam_beta1, args.adam_beta2),
             epsilon=args.adam_epsilon,
-            options=args.optimizer_options,
+            options=args.parsed_options("optim_args"),
             sharded_over=mesh if args.zero_1 else None,
             stages=mesh.context.host if mesh.pipeline.size > 1 else None,
             mesh=mesh,

@@ -441,7 +441,9 @@ class Trainer:
             raise UsageError("optim: muon needs the groups that create_optimizer of the Trainer makes; call that")
         betas = own.adam_beta1, own.adam_beta2
         runtime = start(own.device_name, own.join_timeout).runtime
-        return optimizer_class(own.optim, runtime, own.learning_rate, betas, own.adam_epsilon, own.optimizer_options)
+        return optimizer_class(
+            own.optim, runtime, own.learning_rate, betas, own.adam_epsilon, own.parsed_options("optim_args")
+        )
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Sets `lr_scheduler` to the one that the arguments name, unless it is set, and returns it.
@@ -456,7 +458,9 @@ class Trainer:
                 raise UsageError("create_scheduler: there is no optimizer yet; call create_optimizer first")
             args, steps = self.args, num_training_steps
             warmup = warmup_length(args.warmup_steps, args.warmup_ratio, steps)
-            self.lr_scheduler = build_schedule(args.lr_scheduler_type, optimizer, steps, warmup, args.scheduler_options)
+            self.lr_scheduler = build_schedule(
+                args.lr_scheduler_type, optimizer, steps, warmup, args.parsed_options("lr_scheduler_kwargs")
+            )
         return self.lr_scheduler
 
     def identity(self) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields)
         if set(names) - {known}:
             raise UsageError(f"debug: {names} is not supported; choose {known}, or leave it out")
         self.debug = [DebugOption(name) for name in names]
-        self.lr_scheduler_kwargs, self.report_to = self.scheduler_options or None, self.reporters
+        self.lr_scheduler_kwargs, self.report_to = self.parsed_options("lr_scheduler_kwargs") or None, self.reporters
         if getattr(integrations, "is_kubeflow_available", bool)() and "kubeflow" not in self.report_to:
             self.report_to.append("kubeflow")
         self.gradient_checkpointing_kwargs = self.checkpointing_options or None

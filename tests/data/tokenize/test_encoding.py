@@ -23,7 +23,7 @@ def test_bytes_are_encoded_as_the_tokenizer_does(pieces: list[str]) -> None:
     texts = [*pieces, "".join(pieces)]
     expected = [TOKENIZER.encode(text, add_special_tokens=False) for text in texts]
     assert [list(ids) for ids in ENCODER.encode(texts)] == expected
-    stream = ENCODER.stream([Segment("".join(pieces), True, True)])
+    stream = ENCODER.stream([Segment(pieces)])
     assert (stream.tolist(), stream.dtype) == ([*expected[-1], 256], np.dtype("<u2"))
 
 

@@ -114,8 +114,8 @@ class Conversations(Dataset[dict[str, Tensor]]):
         self._samples = self._samples[:max_samples]
         self.conversations = sum(len(sample) for sample in self._samples)
         self.fingerprint = self._hashed()
-        if rows is not source:
-            self._report()
+        if rows is not source and self.changes:
+            logger.warning("conversations: of %s, %s", len(rows), "; ".join(self.changes))
 
     def own_padding(self, *, fixed: bool) -> PadTo:
         """Pads to the longest of a batch, and to `block_size` where shapes are `fixed`; blocks are of one length."""
@@ -130,15 +130,12 @@ class Conversations(Dataset[dict[str, Tensor]]):
                 hashed.update(b"|")
         return hashed.hexdigest()
 
-    def _report(self) -> None:
-        rows = len(self._source)
-        if self.truncated:
-            logger.warning(
-                "conversations: %s of %s were cut to %s tokens, %s tokens were left out",
-                self.truncated, rows, self._length, self.tokens_left_out,
-            )  # fmt: skip
-        if self.rows_left_out:
-            logger.warning("conversations: %s of %s have no target and are left out", self.rows_left_out, rows)
+    @property
+    def changes(self) -> list[str]:
+        """How many conversations were cut, and how many left out, in words; nothing where none was."""
+        cut = f"{self.truncated:,} cut to {self.block_size} tokens, {self.tokens_left_out:,} tokens left out"
+        without = f"{self.rows_left_out:,} without a target left out"
+        return [*([cut] if self.truncated else []), *([without] if self.rows_left_out else [])]
 
     def __len__(self) -> int:
         return len(self._samples)

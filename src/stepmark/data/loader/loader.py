@@ -344,19 +344,16 @@ class DataLoader:
 
 
 def _checked(results: Iterator[Any]) -> Iterator[MicroBatch]:
-    while True:
-        try:
-            result = next(results)
-        except StopIteration:
-            return
-        except (RuntimeError, ConnectionError, EOFError) as error:  # the last two of a worker's socket
-            raise DataWorkerLost(
-                f"a data worker ended unexpectedly ({first_line(error)}), out of memory or of /dev/shm perhaps; lower "
-                "the number of workers, or set it to 0 to see its own error"
-            ) from error
-        if isinstance(result, StepmarkError):
-            raise result from vars(result)[CAUSE]
-        yield result
+    try:
+        for result in results:
+            if isinstance(result, StepmarkError):
+                raise result from vars(result)[CAUSE]
+            yield result
+    except (RuntimeError, ConnectionError, EOFError) as error:  # the last two of a worker's socket
+        raise DataWorkerLost(
+            f"a data worker ended unexpectedly ({first_line(error)}), out of memory or of /dev/shm perhaps; lower "
+            "the number of workers, or set it to 0 to see its own error"
+        ) from error
 
 
 def _ignore_signals(_: int) -> None:

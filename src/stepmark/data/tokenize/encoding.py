@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from multiprocessing import get_all_start_methods, get_context
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -32,12 +33,13 @@ if TYPE_CHECKING:
 BATCH_CHARACTERS = 1 << 18
 
 
-class Segment(NamedTuple):
-    """Text that is encoded together, and whether it begins and ends its document."""
+@dataclass
+class Segment:
+    """Text of one document that is encoded together, in pieces, and whether it begins and ends the document."""
 
-    text: str
-    starts: bool
-    ends: bool
+    pieces: list[str]
+    starts: bool = True
+    ends: bool = True
 
 
 class TextEncoder:
@@ -59,10 +61,9 @@ class TextEncoder:
 
     def stream(self, batch: Sequence[Segment]) -> np.ndarray:
         """The ids of a batch, with the special tokens where documents begin and end."""
-        segments = joined(batch)
-        encoded = self.encode([segment.text for segment in segments])
+        encoded = self.encode(["".join(segment.pieces) for segment in batch])
         parts: list[Sequence[int]] = []
-        for segment, ids in zip(segments, encoded, strict=True):
+        for segment, ids in zip(batch, encoded, strict=True):
             parts += [self.prefix if segment.starts else (), ids, self.suffix if segment.ends else ()]
         return np.concatenate([self._array(part) for part in parts])
 
@@ -132,51 +133,36 @@ def segment_batches(corpus: Corpus, tally: Counter[str]) -> Iterator[list[Segmen
     """The corpus in lists of about `BATCH_CHARACTERS` characters, at most twice that; counted in `tally`."""
     batch: list[Segment] = []
     characters = 0
-    for segment in _segments(corpus, tally):
-        batch.append(segment)
-        characters += len(segment.text)
-        tally["words"] += not segment.text.isspace()
-        if characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
+    for document in _documents(corpus, tally):
+        segment = None
+        for piece in document:
+            if characters >= BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
+            if segment is None or not batch:
+                segment = Segment([], starts=segment is None, ends=False)
+                batch.append(segment)
+            segment.pieces.append(piece)
+            characters += len(piece)
+            tally["words"] += not piece.isspace()
+        if segment is not None:
+            segment.ends = True
     if batch:
         yield batch
 
 
-def joined(batch: Iterable[Segment]) -> list[Segment]:
-    """The batch with consecutive segments of one document as one."""
-    documents: list[list[Segment]] = []
-    for segment in batch:
-        if segment.starts or not documents:
-            documents.append([])
-        documents[-1].append(segment)
-    return [Segment("".join(each.text for each in parts), parts[0].starts, parts[-1].ends) for parts in documents]
-
-
-def _segments(corpus: Corpus, tally: Counter[str]) -> Iterator[Segment]:
+def _documents(corpus: Corpus, tally: Counter[str]) -> Iterator[Iterator[str]]:
+    """The pieces of each document."""
     for index, parts in groupby(corpus.numbered(), key=itemgetter(0)):
         texts = (text for _, text in parts)
         if corpus.sources[index].continuous:
             tally["documents"] += 1
-            yield from _document(piece for text in texts if text for piece in cut(text))
+            yield (piece for text in texts if text for piece in cut(text))
             continue
         for text in texts:
+            tally["documents" if text else "without_text"] += 1
             if text:
-                tally["documents"] += 1
-                yield from _document(cut(text))
-            else:
-                tally["without_text"] += 1
-
-
-def _document(pieces: Iterator[str]) -> Iterator[Segment]:
-    """The pieces of one document, of which the first and the last are marked."""
-    waiting, starts = next(pieces, None), True
-    if waiting is None:
-        return
-    for piece in pieces:
-        yield Segment(waiting, starts, False)
-        waiting, starts = piece, False
-    yield Segment(waiting, starts, True)
+                yield cut(text)
 
 
 def cut(text: str) -> Iterator[str]:

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointDamaged
-from stepmark.interchange.neuron.key_value_layout import joined
+from stepmark.interchange.neuron.key_value_layout import joined, unsharded
 from stepmark.interchange.neuron.optimizer import add_optimizer
 from stepmark.interchange.neuron.rank_files import RankCoordinates
 from stepmark.interchange.neuron.stages import Stage, fill_from_masters
-from stepmark.interchange.neuron.unsharding import unsharded
 from stepmark.interchange.sources.torch_optimizer import shared_value
 from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.records import Record
@@ -137,13 +136,9 @@ def _joined_groups(common: Stage, parts: list[Stage], where: Path) -> list[dict[
     for extra in parts[0].groups:
         if not extra["params"] and groups:
             continue
-        same = next((group for group in groups if _settings(group) == _settings(extra)), None)
+        same = next((group for group in groups if {**group, "params": extra["params"]} == extra), None)
         if same is None:
             groups.append(dict(extra))
         else:
             same["params"] = [*same["params"], *extra["params"]]
     return groups
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}

@@ -1,8 +1,9 @@
 """How neuronx-distributed and optimum-neuron cut a model over tensor parallel ranks, and permute key/value heads.
 
 A rank's tensor becomes parts of one or more tensors with Hugging Face's names. All cuts of one tensor are along one
-dim: a `Move` says which rows (or columns) of which rank become which rows of which tensor. Where key/value heads are
-replicated, because there are fewer than ranks, the order of heads is undone: see `HeadLayout`.
+dim: a `Move` says which rows (or columns) of which rank become which rows of which tensor, and `unsharded` puts these
+together. Where key/value heads are replicated, because there are fewer than ranks, the order of heads is undone: see
+`HeadLayout`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stepmark.errors import CheckpointMismatch
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.sharding.layout import Shape
+from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, moved
 
 TILED, BLOCKED, NATURAL, WIDE = "tiled", "blocked", "natural", "wide"
 _NAME = re.compile(
@@ -185,3 +187,36 @@ def _by_head(name: str, shapes: Sequence[Shape], dim: int, size: int, order: Seq
         moves.append(Move(name, rank, dim, inside * size, size, head * size, head in seen))
         seen.add(head)
     return moves
+
+
+def unsharded(locals_: Sequence[GlobalTensor], moves: Sequence[Move]) -> dict[str, GlobalTensor]:
+    """The global tensors that the ranks' tensors, which may be in several pieces themselves, are parts of.
+
+    Raises CheckpointDamaged where the ranks' tensors have different types.
+    """
+    dtypes = {tensor.source_dtype for tensor in locals_}
+    if len(dtypes) != 1:
+        raise CheckpointDamaged(f"{locals_[0].where} is {' and '.join(sorted(dtypes))} on different ranks")
+    found: dict[str, GlobalTensor] = {}
+    by_name: dict[str, list[Move]] = {}
+    for move in moves:
+        by_name.setdefault(move.name, []).append(move)
+    for name, own in by_name.items():
+        local, dim = locals_[0], own[0].dim
+        if not local.shape:
+            pieces, replicas = local.pieces, tuple(piece for other in locals_[1:] for piece in other.pieces)
+            found[name] = GlobalTensor(local.name, local.dtype, (), pieces, replicas, local.rounds)
+            continue
+        size = max(move.at + move.length for move in own)
+        shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
+        taken = [piece for move in own if not move.replica for piece in _moved(locals_[move.rank].pieces, local, move)]
+        again = [piece for move in own if move.replica for piece in _moved(locals_[move.rank].pieces, local, move)]
+        again += [piece for move in own for piece in _moved(locals_[move.rank].replicas, local, move)]
+        found[name] = GlobalTensor(local.name, local.dtype, shape, tuple(taken), tuple(again), local.rounds)
+    return found
+
+
+def _moved(pieces: Sequence[Piece], local: GlobalTensor, move: Move) -> list[Piece]:
+    offsets = [0] * len(local.shape)
+    offsets[move.dim] = move.at
+    return moved(pieces, local.range_along(move.dim, move.start, move.length), tuple(offsets))

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.interchange.model_outline import CONFIG
 from stepmark.interchange.neuron.key_value_layout import HeadLayout
 from stepmark.interchange.neuron.stages import Stage, model_of
-from stepmark.interchange.sources.complete_state import config_path, finish
+from stepmark.interchange.sources.complete_state import finish
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.model_folder.adapted_model import ADAPTER_CONFIG
 from stepmark.tensor_files.global_tensor import GlobalTensor
@@ -40,7 +41,7 @@ def config_of(tag: Path, state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def heads_config(options: ImportOptions, found: ForeignCheckpoint) -> dict[str, Any] | None:
     """The model's config, for its numbers of heads."""
-    path = config_path(found.files, options)
+    path = options.config or found.files.get(CONFIG)
     return None if path is None else read_json(path)
 
 

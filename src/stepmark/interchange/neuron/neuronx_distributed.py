@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
-from stepmark.interchange.neuron import dcp_optimizer as neuronx_dcp
 from stepmark.interchange.neuron import lora as neuron_lora
 from stepmark.interchange.neuron.experts import LOST_STORE, add_expert_optimizer, is_expert, joined_experts
-from stepmark.interchange.neuron.optimizer import add_optimizer
+from stepmark.interchange.neuron.optimizer import add_optimizer, add_stored_optimizers
 from stepmark.interchange.neuron.rank_files import (
+    FIRST_LAYOUT,
+    FIRST_OPTIMIZERS,
     RankCoordinates,
     check_grid,
-    first_layout_files,
-    first_layout_optimizers,
     rank_files,
 )
 from stepmark.interchange.neuron.stages import Stage, fill_from_masters, head_layout, model_of, optimizer_of
@@ -35,7 +34,7 @@ _STEPS = ("global_step", "total_steps", "step")
 
 def recognize(folder: Path) -> bool:
     """Whether the folder is a tag, has tags, or is of the first layout."""
-    return _is_tag(folder) or bool(_tags(folder)) or bool(first_layout_files(folder))
+    return _is_tag(folder) or bool(_tags(folder)) or bool(rank_files(folder, FIRST_LAYOUT))
 
 
 def _is_tag(folder: Path) -> bool:
@@ -59,11 +58,11 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     found = ForeignCheckpoint("neuronx-distributed", tag, {}, files=files_beside(folder))
     if tag != folder and len(_tags(folder)) > 1:
         found.assumed.append(f"{tag.name} is the newest of the tags; name another with --tag")
-    models = first_layout_files(tag) if first_layout else rank_files(tag / "model")
+    models = rank_files(tag, FIRST_LAYOUT) if first_layout else rank_files(tag / "model")
     contents = read_models(models, found)
     _read_extras(tag, found, contents, first_layout)
     stages = stages_of(models, contents, found)
-    optimizers = first_layout_optimizers(tag) if first_layout else rank_files(tag / "optim")
+    optimizers = rank_files(tag, FIRST_OPTIMIZERS) if first_layout else rank_files(tag / "optim")
     lora = neuron_lora.config_of(tag, next(iter(contents.values())))
     weights_alone = options.model_only and not any(stage.lacks_weights for stage in stages)
     if weights_alone or not (optimizers or is_store(tag / "optim")):
@@ -71,14 +70,13 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     elif is_store(tag / "optim") and found.mesh["ep"] > 1:
         found.lost.append(LOST_STORE)
     elif is_store(tag / "optim"):
-        neuronx_dcp.add_optimizers(stages, tag / "optim", found)
+        add_stored_optimizers(stages, tag / "optim", found)
     else:
         add_optimizers(stages, optimizers, found, tag)
     for stage in stages:
         fill_from_masters(stage)
     outline = outline_for(found.files, options, sum(len(stage.tensors) for stage in stages)) if not lora else None
-    config = outline.config if outline else neuron_lora.heads_config(options, found) if lora else None
-    heads = head_layout(stages, config, tag, options.heads)
+    heads = head_layout(stages, neuron_lora.heads_config(options, found), tag, options.heads)
     if lora is not None:
         return neuron_lora.finish_adapter(found, stages, heads, lora, options)
     found.model, found.optimizer = model_of(stages, heads), optimizer_of(stages, heads)
@@ -137,34 +135,30 @@ def _rank_tensors(
 ) -> dict[str, GlobalTensor | Missing]:
     """A rank's tensors, those of all expert parallel ranks together."""
     found: dict[str, GlobalTensor | Missing] = {}
-    for name, value in contents[RankCoordinates(pp, tp)].items():
+    places = [RankCoordinates(pp, tp, 0, ep) for ep in range(experts)]
+    for name in contents[places[0]]:
         if name == neuron_lora.IN_STATE:
             continue
-        paths = [files[RankCoordinates(pp, tp, 0, ep)] for ep in range(experts)]
-        values = [contents[RankCoordinates(pp, tp, 0, ep)].get(name) for ep in range(experts)]
-        missing = next((item for item in values if isinstance(item, Missing)), None)
+        values = {place: contents[place].get(name) for place in places}
+        missing = next((item for item in values.values() if isinstance(item, Missing)), None)
+        other = next((place for place, item in values.items() if not isinstance(item, StoredArray)), None)
         if missing is not None:
             found[name] = missing
-        elif not isinstance(value, StoredArray):
-            raise CheckpointMismatch(
-                f"{files[RankCoordinates(pp, tp)]}: {name!r} is a {type(value).__name__}, not a tensor"
-            )
+        elif other is not None:
+            kind = CheckpointDamaged if values[other] is None else CheckpointMismatch
+            raise kind(f"{files[other]}: {name!r} is a {type(values[other]).__name__}, not a tensor")
         else:
-            found[name] = _experts(name, values, paths)
+            found[name] = _experts(name, list(values.values()), [files[place] for place in places])
     return found
 
 
-def _experts(name: str, values: list[Any], paths: list[Path]) -> GlobalTensor:
+def _experts(name: str, arrays: list[Any], paths: list[Path]) -> GlobalTensor:
     """Experts follow each other along dim 0; anything else is on every expert parallel rank.
 
-    Raises CheckpointDamaged where a rank does not have it: reading the first one's file instead is right for what all
-    ranks have.
+    Raises CheckpointDamaged where a rank does not have its own: reading the first one's file instead is right for what
+    all ranks have.
     """
-    tensors = []
-    for path, array in zip(paths, values, strict=True):
-        if not isinstance(array, StoredArray):
-            raise CheckpointDamaged(f"{path}: tensor {name!r} is not there, and other expert parallel ranks have it")
-        tensors.append(GlobalTensor.whole(name, array))
+    tensors = [GlobalTensor.whole(name, array) for array in arrays]
     first = tensors[0]
     if len(tensors) == 1:
         return first

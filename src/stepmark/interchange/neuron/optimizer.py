@@ -1,8 +1,10 @@
-"""Optimizer files of neuronx-distributed's ranks: whole states, and those that ZeRO-1 cut over data parallel ranks."""
+"""Optimizers of neuronx-distributed: files of ranks, with whole states or those that ZeRO-1 cut over data parallel
+ranks, and stores of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +12,32 @@ from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.neuron.rank_files import RankCoordinates
 from stepmark.interchange.neuron.stages import Stage
-from stepmark.interchange.neuron.unsharding import row_chunks
+from stepmark.interchange.sources.dcp_store import METADATA, read_store
+from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.interchange.sources.optimizer_names import numbered_names
 from stepmark.interchange.sources.torch_optimizer import (
+    STEP,
     as_tensor,
     group_settings,
     name_groups,
     shapes_of,
     shared_value,
-    state_shape,
+    split_state_dict,
+    state_shapes,
 )
 from stepmark.sharding.layout import Shape
-from stepmark.tensor_files.global_tensor import GlobalTensor
+from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, moved
 from stepmark.tensor_files.records import Record
 from stepmark.tensor_files.torch_file import Missing, read_rank_file
 
 LOST_MASTERS = "master weights: the converter to full files kept those of the first data parallel rank only"
+_STATE = re.compile(r"base_state\.(?P<name>.+)\.(?P<key>[^.|]+)(?:\|pp-(?P<pp>\d+))?(?:\|tp-(?P<tp>\d+))?\Z")
+_MASTER = re.compile(r"sharded_master_weights\.(?P<name>[^|]+)(?:\|pp-(?P<pp>\d+))?(?:\|tp-(?P<tp>\d+))?\Z")
+_GROUP = re.compile(r"param_groups\.(?P<group>\d+)\.(?P<key>(?!params\Z).+)\Z")
 
 
-class Unrecoverable(Exception):
-    """The files hold a part of the optimizer only, whatever else is there."""
+class PartMissing(CheckpointDamaged):
+    """The parts of some ranks are in no file."""
 
 
 def add_optimizer(
@@ -38,18 +46,17 @@ def add_optimizer(
     records: list[Record],
     lost: list[str],
     *,
-    only_first: bool = False,
+    tool: str | None = None,
     given: Mapping[RankCoordinates, Any] | None = None,
 ) -> str:
     """Adds the states in a stage's optimizer files to it; returns the rule by which they got names.
 
-    `lost` gets what cannot be recovered. `only_first`: the tool writes the file of the first data parallel rank only.
-    `given`: the files' contents, where they were read before.
+    `lost` gets what cannot be recovered. `tool` is as for `numbered_names`. `given`: the files' contents, where they
+    were read before.
 
-    Raises CheckpointDamaged where a file is missing or malformed, and Unrecoverable where the states of `only_first`
-    are a part.
+    Raises CheckpointDamaged where a file is missing or malformed, PartMissing where the states are those of some data
+    parallel ranks.
     """
-    ranks = sorted({place.tp for place in files})
     contents = {place: read_rank_file(path, records) for place, path in files.items()} if given is None else given
     for place, value in contents.items():
         if not isinstance(value, dict) or not isinstance(value.get("param_groups"), list):
@@ -58,27 +65,30 @@ def add_optimizer(
     where = files[first_place]
     first = contents[first_place]
     zero = "base_state" in first
-    groups = group_settings(first["param_groups"], str(where))
-    shapes = _shapes(first, where, zero)
+    if zero:
+        groups, shapes = group_settings(first["param_groups"], str(where)), _whole_shapes(first, where)
+    else:
+        states_of_first, groups = split_state_dict(first, str(where))
+        shapes = state_shapes(states_of_first)
     if any(type(number) is not int for number in shapes):
         raise CheckpointDamaged(f"{where}: the optimizer's states are not numbered")
-    tool = "optimum-neuron" if only_first else None
     names, rule = numbered_names(groups, shapes, stage.shapes(), str(where), tool=tool)
-    states: dict[str, dict[str, list[Any]]] = {}
-    for rank in ranks:
+    by_rank = []
+    full = any(place.dp < 0 for place in files)
+    for rank in sorted({place.tp for place in files}):
         dps = [contents[place] for place in sorted(files, key=lambda place: place.dp) if place.tp == rank]
         path = next(path for place, path in files.items() if place.tp == rank)
-        full = any(place.dp < 0 for place in files)
-        found = zero_states(dps, names, path, full, only_first, lost) if zero else _whole_states(dps[0], names, path)
-        for name, state in found.items():
-            for key, value in state.items():
-                states.setdefault(name, {}).setdefault(key, []).append(value)
-    for name, state in states.items():
-        uneven = next((key for key, values in state.items() if len(values) != len(ranks)), None)
-        if uneven is not None:
-            raise CheckpointDamaged(f"{where}: not every tensor parallel rank has the state {name}/{uneven}")
+        by_rank.append(zero_states(dps, names, path, full, lost) if zero else _whole_states(dps[0], names, path))
+    keys = [{f"{name}/{key}" for name, state in states.items() for key in state} for states in by_rank]
+    if uneven := keys[0].union(*keys) - keys[0].intersection(*keys):
+        raise CheckpointDamaged(f"{where}: not every tensor parallel rank has the state {min(uneven)}")
     name_groups(groups, names)
-    stage.states, stage.groups = states, groups
+    stage.groups = groups
+    stage.states = {
+        name: {key: [states[name][key] for states in by_rank] for key in state}
+        for name, state in by_rank[0].items()
+        if state
+    }
     return rule
 
 
@@ -89,14 +99,9 @@ def _state(value: dict[str, Any], key: str, where: Path) -> dict[Any, Any]:
     return found
 
 
-def _shapes(value: dict[str, Any], where: Path, zero: bool) -> dict[Any, Shape]:
-    """The shapes of a rank's parameters, by number."""
-    if zero:
-        return shapes_of(_state(value, "shape_info", where), str(where))
-    states = _state(value, "state", where)
-    if not all(isinstance(state, dict) for state in states.values()):
-        raise CheckpointDamaged(f"{where}: a state of the optimizer is malformed")
-    return {number: shape for number, state in states.items() if (shape := state_shape(state))}
+def _whole_shapes(value: dict[str, Any], where: Path) -> dict[Any, Shape]:
+    """The shapes of a rank's parameters before ZeRO-1 cut them, by number."""
+    return shapes_of(_state(value, "shape_info", where), str(where))
 
 
 def _whole_states(value: dict[str, Any], names: Mapping[int, str], where: Path) -> dict[str, dict[str, Any]]:
@@ -109,10 +114,12 @@ def _whole_states(value: dict[str, Any], names: Mapping[int, str], where: Path) 
 
 
 def zero_states(
-    dps: list[dict[str, Any]], names: Mapping[int, str], where: Path, full: bool, only_first: bool, lost: list[str]
+    dps: list[dict[str, Any]], names: Mapping[int, str], where: Path, full: bool, lost: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """States by name that ZeRO-1 cut over the data parallel ranks, whose contents are `dps`; `names` are by number."""
-    shapes = _shapes(dps[0], where, True)
+    """States by name that ZeRO-1 cut over the data parallel ranks, whose contents are `dps`; `names` are by number.
+    `full`: of all ranks, as the converter has put them together, but for master weights, which are then added to
+    `lost`."""
+    shapes = _whole_shapes(dps[0], where)
     states: dict[str, dict[str, Any]] = {}
     for number, name in names.items():
         parts = [_state(value, "base_state", where).get(number) for value in dps]
@@ -126,18 +133,17 @@ def zero_states(
             chunks[MASTER] = masters
         states[name] = {}
         for key, found in chunks.items():
-            value = _joined(name, key, found, shapes[number], where, full, only_first)
-            if value is not None:
-                states[name][key] = value
-            elif LOST_MASTERS not in lost:
-                lost.append(LOST_MASTERS)
+            try:
+                states[name][key] = _joined(name, key, found, shapes[number], where)
+            except PartMissing:
+                if key != MASTER or not full:
+                    raise
+                lost += [LOST_MASTERS] if LOST_MASTERS not in lost else []
     return states
 
 
-def _joined(
-    name: str, key: str, chunks: list[Any], shape: Shape, where: Path, full: bool, only_first: bool
-) -> GlobalTensor | Any | None:
-    """A state of all data parallel ranks; None for masters that a converter has lost."""
+def _joined(name: str, key: str, chunks: list[Any], shape: Shape, where: Path) -> Any:
+    """A state of all data parallel ranks."""
     locals_ = [_local(name, key, chunk, where) for chunk in chunks]
     if not isinstance(locals_[0], GlobalTensor) or not locals_[0].shape:
         return shared_value(locals_, f"{where}: {name}/{key}")
@@ -148,12 +154,29 @@ def _joined(
             f"{locals_[0].where} is {list(locals_[0].shape)}, and its parameter {list(shape)}: a sum over the rows "
             "of one data parallel rank; import the model alone with --model-only"
         )
-    if len(locals_) == 1 and locals_[0].shape[0] < shape[0]:
-        if full and key == MASTER:
-            return None
-        if only_first:
-            raise Unrecoverable
-    return row_chunks(f"{name}/{key}", locals_, shape)
+    return _row_chunks(f"{name}/{key}", locals_, shape)
+
+
+def _row_chunks(name: str, chunks: Sequence[GlobalTensor], shape: Sequence[int]) -> GlobalTensor:
+    """A tensor that ZeRO-1 cut along dim 0 into equal chunks, the last ones padded; `shape` is without padding.
+
+    Raises CheckpointDamaged where chunks do not fit the shape, PartMissing where there are too few.
+    """
+    rows, first = shape[0], chunks[0]
+    size = first.shape[0] if first.shape else 0
+    inner = tuple(shape[1:])
+    if any(chunk.shape != (size, *inner) for chunk in chunks) or size > -(-rows // len(chunks)):
+        raise CheckpointDamaged(f"{first.where}: its chunks {[list(c.shape) for c in chunks]} are not of {list(shape)}")
+    if size * len(chunks) < rows:
+        raise PartMissing(
+            f"{first.where}: {len(chunks)} chunks of {size} rows are not the {rows} rows of the tensor; a data "
+            "parallel rank's file is missing"
+        )
+    pieces: list[Piece] = []
+    for number, chunk in enumerate(chunks):
+        length = max(0, min(size, rows - number * size))
+        pieces += moved(chunk.pieces, chunk.range_along(0, 0, length), (number * size, *(0 for _ in inner)))
+    return GlobalTensor(name, first.dtype, tuple(shape), tuple(pieces))
 
 
 def _local(name: str, key: str, value: Any, where: Path) -> Any:
@@ -163,3 +186,44 @@ def _local(name: str, key: str, value: Any, where: Path) -> Any:
     if not isinstance(found, GlobalTensor) and not isinstance(found, bool | int | float | str | None):
         raise CheckpointMismatch(f"{where}: the optimizer's state {name}/{key} is a {type(found).__name__}")
     return found
+
+
+def add_stored_optimizers(stages: list[Stage], folder: Path, found: ForeignCheckpoint) -> None:
+    """Adds the states in a store (`use_zero1_dcp`), whose names end in the rank, to all stages. Its list of names is
+    wrong with several stages; the list of records is right, and is what is read.
+
+    Raises CheckpointDamaged where a file is malformed, or a rank's state missing.
+    """
+    store, where = read_store(folder, listed=False), folder / METADATA
+    found.records += store.records
+    groups: dict[str, dict[str, Any]] = {}
+    steps: dict[str, Any] = {}  # tensors, or numbers
+    for full_name, value in {**store.values, **store.tensors}.items():
+        if of_group := _GROUP.match(full_name):
+            groups.setdefault(of_group["group"], {})[of_group["key"]] = value
+        match = _STATE.match(full_name) or _MASTER.match(full_name)
+        if match is None:
+            continue
+        name, key = match["name"], match.groupdict().get("key") or MASTER
+        if key == STEP:
+            steps[name] = value
+            continue
+        pp, rank = int(match["pp"] or 0), int(match["tp"] or 0)
+        if pp >= len(stages) or name not in stages[pp].tensors:
+            raise CheckpointDamaged(f"{where}: the model files have no tensor {name!r} in pipeline stage {pp}")
+        ranks = stages[pp].states.setdefault(name, {}).setdefault(key, [None] * len(stages[pp].tensors[name]))
+        if rank >= len(ranks):
+            raise CheckpointDamaged(f"{where}: {full_name!r} is of a rank that the model does not have")
+        ranks[rank] = value
+    if len(groups) != 1:
+        raise CheckpointDamaged(f"{where}: it has {len(groups)} groups, and this format can hold one only")
+    (settings,) = group_settings([*groups.values()], str(folder))
+    some = next(iter(steps.values()), None)
+    for stage in stages:
+        for name, state in stage.states.items():
+            lacking = next((key for key, ranks in state.items() if any(rank is None for rank in ranks)), None)
+            if lacking is not None:
+                raise CheckpointDamaged(f"{where}: {name}/{lacking} is not there for every rank")
+            if (step := steps.get(name, some)) is not None:
+                state[STEP] = [step] * len(stage.tensors[name])
+        stage.groups = [{**settings, "params": list(stage.states)}]

@@ -1,8 +1,8 @@
-"""Checkpoints of optimum-neuron's NeuronTrainer, in its three layouts.
+"""Checkpoints of optimum-neuron's NeuronTrainer, in its three layouts, and its LoRA adapters.
 
 Today's `shards/` has metadata in JSON, that of 0.0.22 to 0.1 in pickles; before, `tensor_parallel_shards/` had all of a
 rank in one file. A pipeline stage's file has all layers, of which those that are not its own were never initialized: a
-tensor is taken from the stage only whose metadata names it.
+tensor is taken from the stage only whose metadata names it. Adapters are folders `adapter_NAME` of a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from stepmark.checkpoint.format.read_errors import well_formed
 from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.neuron import lora as neuron_lora
 from stepmark.interchange.neuron import neuronx_distributed as nxd
-from stepmark.interchange.neuron.optimizer import Unrecoverable, add_optimizer
-from stepmark.interchange.neuron.rank_files import RankCoordinates, check_grid, first_layout_files, rank_files
+from stepmark.interchange.neuron.optimizer import PartMissing, add_optimizer
+from stepmark.interchange.neuron.rank_files import FIRST_LAYOUT, RankCoordinates, check_grid, rank_files
 from stepmark.interchange.neuron.stages import Stage, fill_from_masters, head_layout, model_of, optimizer_of
 from stepmark.interchange.sources.complete_state import files_beside, finish, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.interchange.sources.transformers_trainer import read_trainer_state
+from stepmark.model_folder.adapted_model import ADAPTER_CONFIG
 from stepmark.tensor_files.source_files import matching, read_json
 from stepmark.tensor_files.torch_file import read_dict
 
-SHARDS, OLD_SHARDS = "shards", "tensor_parallel_shards"
+SHARDS, OLD_SHARDS, ADAPTER_SHARDS = "shards", "tensor_parallel_shards", "adapter_shards"
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _METADATA = re.compile(r"mp_metadata_pp_rank_(\d+)\.(json|pt)\Z")
+_ADAPTER = re.compile(r"(\.lora_[AB])\.([^.]+)(?=\.)")
 _PART = (
     "optimizer: optimum-neuron saves the ZeRO-1 states of one data parallel rank only; those of the others are in no "
     "file, so training starts again with a new optimizer"
@@ -45,9 +47,10 @@ class StageMetadata:
 
 
 def recognize(folder: Path) -> bool:
-    """Whether the folder has the shards of optimum-neuron, or is the one that has them."""
-    folder = _checkpoint(folder)
-    return bool(metadata_files(folder / SHARDS)) or bool(first_layout_files(folder / OLD_SHARDS))
+    """Whether the folder has the shards of optimum-neuron, or is the one that has them, or has adapters."""
+    shards = _checkpoint(folder)
+    of_model = metadata_files(shards / SHARDS) or rank_files(shards / OLD_SHARDS, FIRST_LAYOUT)
+    return bool(of_model or _adapters(folder))
 
 
 def _checkpoint(folder: Path) -> Path:
@@ -60,12 +63,23 @@ def metadata_files(folder: Path) -> dict[int, Path]:
     return {int(match[1]): path for match, path in matching(folder, _METADATA)}
 
 
+def _adapters(folder: Path) -> list[Path]:
+    """The adapters in a folder, "default" first."""
+    if metadata_files(folder / ADAPTER_SHARDS):
+        return [folder]
+    inner = [path for path in folder.glob("adapter_*") if metadata_files(path / ADAPTER_SHARDS)]
+    return sorted(inner, key=lambda path: (path.name != "adapter_default", path.name))
+
+
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
+    """What the folder holds: the first of its adapters, or else the model."""
+    if adapters := _adapters(folder):
+        return _open_adapter(adapters, options)
     folder = _checkpoint(folder)
     found = ForeignCheckpoint("optimum-neuron", folder, {}, files=files_beside(folder))
     old = not (folder / SHARDS).is_dir()
     shards = folder / (OLD_SHARDS if old else SHARDS)
-    files = first_layout_files(shards) if old else rank_files(shards / "model")
+    files = rank_files(shards, FIRST_LAYOUT) if old else rank_files(shards / "model")
     if not files:
         raise CheckpointDamaged(
             f"{shards / 'model'} has no file of a rank (dp_rank_00_tp_rank_00_pp_rank_00.pt, ...); the save was "
@@ -121,6 +135,41 @@ def _own_parameters(
             raise CheckpointDamaged(f"{files[place]} has no tensor {missing!r}, which the metadata names")
         found[place] = value if names is None else {name: value[name] for name in names}
     return found
+
+
+# Adapters
+
+
+def _open_adapter(adapters: list[Path], options: ImportOptions) -> ForeignCheckpoint:
+    folder, config = adapters[0], adapters[0] / ADAPTER_CONFIG
+    found = ForeignCheckpoint("optimum-neuron LoRA adapter", folder, {}, adapter=True)
+    if len(adapters) > 1:
+        found.lost.append(f"{', '.join(path.name for path in adapters[1:])}: import each adapter by its own folder")
+    files = rank_files(folder / ADAPTER_SHARDS / "model")
+    if not files:
+        raise CheckpointDamaged(f"{folder / ADAPTER_SHARDS} has no model files")
+    if not config.is_file():
+        raise CheckpointDamaged(f"{config} is missing")
+    contents = nxd.read_models(files, found)
+    metadata = read_metadata(folder / ADAPTER_SHARDS, found.mesh["pp"])
+    name = folder.name.removeprefix("adapter_")
+    own = {place: _of_adapter(value, metadata[place.pp], name, files[place]) for place, value in contents.items()}
+    stages = nxd.stages_of(files, own, found)
+    for stage in stages:
+        fill_from_masters(stage)
+    found.model = model_of(stages, head_layout(stages, heads_config(metadata, found, options), folder, options.heads))
+    found.lost.append("optimizer: optimum-neuron saves none with adapters")
+    result = finish(found, ImportOptions(), None)
+    result.files = {ADAPTER_CONFIG: config}
+    return result
+
+
+def _of_adapter(value: dict[str, Any], described: StageMetadata, adapter: str, path: Path) -> dict[str, Any]:
+    """The adapter's tensors that are the stage's; the metadata names those of all adapters and of the base."""
+    known = {_ADAPTER.sub(r"\1", name) for name in described.parameters or {} if f".{adapter}." in name}
+    if not known:
+        raise CheckpointDamaged(f"{path}: the metadata names no tensors of the adapter {adapter!r}")
+    return {name: item for name, item in value.items() if name in known or _ADAPTER.sub(r"\1", name) in known}
 
 
 # Metadata
@@ -188,9 +237,11 @@ def _add_optimizers(
         for pp, stage in enumerate(stages):
             own = {place: path for place, path in files.items() if place.pp == pp}
             given = {place: whole[place].get("optimizer_state_dict") for place in own} if old else None
-            rule = add_optimizer(stage, own, found.records, found.lost, only_first=True, given=given)
+            rule = add_optimizer(stage, own, found.records, found.lost, tool="optimum-neuron", given=given)
         found.assumed.append(f"the optimizer numbers its parameters; their names follow from the metadata ({rule})")
-    except Unrecoverable:
+    except PartMissing:
+        if found.mesh["dp"]:  # of several, one is missing
+            raise
         for stage in stages:
             stage.states, stage.groups = {}, []
         found.lost.append(_PART)

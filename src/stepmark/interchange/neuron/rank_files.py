@@ -13,8 +13,9 @@ from stepmark.tensor_files.source_files import matching
 _FILE = re.compile(
     r"(?:dp_rank_(?P<dp>\d+)|full)(?:_ep_rank_(?P<ep>\d+))?_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt\Z"
 )
-_FOLDER = re.compile(r"tp_rank_(?P<tp>\d+)(?:_pp_rank_?(?P<pp>\d+))?(?:_dp_rank_\d+)?\Z")
-_FIRST_OPTIMIZER = re.compile(r"optim\.dp_rank_(?P<dp>\d+)\.tp_rank_(?P<tp>\d+)\Z")
+# Of the first layout: tp_rank_00_pp_rank_00/checkpoint.pt, or xser without a folder; and optim.dp_rank_00.tp_rank_00
+FIRST_LAYOUT = re.compile(r"tp_rank_(?P<tp>\d+)(?:_pp_rank_?(?P<pp>\d+))?(?:_dp_rank_\d+)?\Z")
+FIRST_OPTIMIZERS = re.compile(r"optim\.dp_rank_(?P<dp>\d+)\.tp_rank_(?P<tp>\d+)\Z")
 _LARGEST_RANK = 1 << 20
 
 
@@ -28,29 +29,15 @@ class RankCoordinates:
     ep: int = 0
 
 
-def rank_files(folder: Path) -> dict[RankCoordinates, Path]:
-    """The files of a folder `model` or `optim`, by place."""
-    return _by_place(folder, _FILE, dp=-1)
-
-
-def first_layout_files(folder: Path) -> dict[RankCoordinates, Path]:
-    """The model files of the first layout: `tp_rank_00_pp_rank_00/checkpoint.pt`, or xser without a folder."""
-    return _by_place(folder, _FOLDER)
-
-
-def first_layout_optimizers(folder: Path) -> dict[RankCoordinates, Path]:
-    """The optimizer files `optim.dp_rank_00.tp_rank_00` of the first layout."""
-    return _by_place(folder, _FIRST_OPTIMIZER)
-
-
-def _by_place(folder: Path, pattern: re.Pattern[str], **unnamed: int) -> dict[RankCoordinates, Path]:
-    """The files whose names match, or that lie in such a folder; `unnamed` are coordinates that no number gives."""
+def rank_files(folder: Path, pattern: re.Pattern[str] = _FILE) -> dict[RankCoordinates, Path]:
+    """The files in a folder whose names match, by place; or `checkpoint.pt` in folders with such names. By default
+    those of `model` or `optim` of a tag."""
     found = {}
     for match, path in matching(folder, pattern):
         file = path / "checkpoint.pt" if path.is_dir() else path
         numbers = {axis: int(number) for axis, number in match.groupdict().items() if number}
         if file.is_file():
-            found[RankCoordinates(**(unnamed | numbers))] = file
+            found[RankCoordinates(**({"dp": -1 if match[0].startswith("full") else 0} | numbers))] = file
     return found
 
 

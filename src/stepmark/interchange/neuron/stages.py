@@ -14,8 +14,7 @@ import xxhash
 from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
-from stepmark.interchange.neuron.key_value_layout import BLOCKED, NATURAL, TILED, WIDE, HeadLayout, moves_of
-from stepmark.interchange.neuron.unsharding import unsharded
+from stepmark.interchange.neuron.key_value_layout import BLOCKED, NATURAL, TILED, WIDE, HeadLayout, moves_of, unsharded
 from stepmark.interchange.sources.foreign import ForeignOptimizer
 from stepmark.interchange.sources.torch_optimizer import shared_value
 from stepmark.sharding.layout import Shape
@@ -103,19 +102,13 @@ def optimizer_of(stages: Sequence[Stage], heads: HeadLayout | None) -> ForeignOp
     if not any(stage.groups for stage in stages):
         return None
     states: dict[str, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
+    groups: list[dict[str, Any]] = [{**group, "params": []} for group in stages[0].groups]
     for stage in stages:
-        if len(stage.groups) != len(stages[0].groups):
+        if len(stage.groups) != len(groups):
             raise CheckpointDamaged("the optimizers of the pipeline stages have different numbers of groups")
-        members: dict[str, list[str]] = {}
-        for name, state in stage.states.items():
-            members[name] = _add_states(stage, name, state, heads, states)
-        for index, group in enumerate(stage.groups):
-            names = [new for name in group["params"] for new in members.get(name, ())]
-            if index == len(groups):
-                groups.append({**group, "params": names})
-            else:
-                groups[index]["params"] += names
+        members = {name: _add_states(stage, name, state, heads, states) for name, state in stage.states.items()}
+        for together, group in zip(groups, stage.groups, strict=True):
+            together["params"] += [new for name in group["params"] for new in members.get(name, ())]
     return ForeignOptimizer(groups, states)
 
 
@@ -212,10 +205,10 @@ def _counts(stage: Stage, prefix: str, config: Mapping[str, Any], where: Path) -
 def _arranged(stage: Stage, prefix: str, heads: HeadLayout, arrangement: str) -> str:
     """How the replicas lie, as their values show."""
     wide = replace(heads, arrangement=WIDE)
-    stored = {name: stage.tensors[name] for name in stage.tensors if name.startswith(f"{prefix}weight")}
     found: dict[str, GlobalTensor] = {}
-    for name, locals_ in stored.items():
-        found |= _unsharded(stage, name, [local for local in locals_ if isinstance(local, GlobalTensor)], wide)
+    for name, locals_ in stage.tensors.items():
+        if name.startswith(f"{prefix}weight"):
+            found |= _unsharded(stage, name, [local for local in locals_ if isinstance(local, GlobalTensor)], wide)
     pairs = [tensor for name, tensor in found.items() if ".k_proj." in name or ".v_proj." in name]
     rows = [_head_bytes(tensor, heads) for tensor in pairs]
     if all(one[p] == one[p % heads.keys] for one in rows for p in range(len(one))):

@@ -75,7 +75,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
         _, groups = split_state_dict(optimizers[0], str(files[0]))
         shapes = shapes_of(optimizers[0].get("shape_info"), str(files[0]))
         names = agreed_names(found, groups, shapes, files[0], outline, saved if in_order else None)
-        states = zero_states(optimizers, names, files[0], False, False, found.lost)
+        states = zero_states(optimizers, names, files[0], False, found.lost)
         name_groups(groups, names)
         found.optimizer = ForeignOptimizer(groups, states)
     found.step = next((contents[0][key] for key in plain.STEPS if type(contents[0].get(key)) is int), None)

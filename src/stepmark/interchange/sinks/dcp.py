@@ -15,7 +15,7 @@ from typing import Any
 from stepmark.checkpoint.format.dtypes import DTYPES
 from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.sinks.export_plan import ExportOptions, ExportPlan, optimizer_of
+from stepmark.interchange.sinks.export_plan import ExportPlan, optimizer_of
 from stepmark.interchange.sources import torchtitan
 from stepmark.interchange.sources.dcp_store import METADATA
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
@@ -144,56 +144,40 @@ def _chunks(tensor: GlobalTensor) -> Iterator[tuple[int, int, GlobalTensor]]:
         yield start, length, tensor.narrow(0, start, length)
 
 
-def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
+def plan(source: ForeignCheckpoint, titan: bool) -> ExportPlan:
+    """The files of a store; `titan`: with torchtitan's names."""
     if source.adapter:
         raise CheckpointMismatch(f"{source.folder} is of an adapter, which --to dcp does not write; use hf-trainer")
     optimizer = optimizer_of(source)
     writer = _Writer()
-    for path, value in _titan_values(torchtitan.exported(source)) if options.titan else _values(source):
+    for path, value in _values(torchtitan.exported(source) if titan else source, titan):
         writer.add(path, value)
     found = ExportPlan([*writer.files, writer.metadata(), *copied_files(source.files)])
     if any(MASTER in state for state in optimizer.states.values()):
         found.notes.append(_MASTERS)
-    if options.titan:
+    if titan:
         found.notes.append("torchtitan: leave the data loader out with checkpoint.exclude_from_loading = dataloader")
     return found
 
 
-def _values(source: ForeignCheckpoint) -> Iterator[tuple[Path, Any]]:
-    """What there is, with the keys on the way to it."""
+def _values(source: ForeignCheckpoint, titan: bool) -> Iterator[tuple[Path, Any]]:
+    """What there is, with the keys on the way to it: as torchtitan's trainer has it, whose optimizer is flattened, or
+    nested, with the groups by number too."""
     optimizer = optimizer_of(source)
-    for name, tensor in source.model.items():
-        yield ("model", name), tensor
-    for name, stored in source.tied.items():
-        if stored in source.model:
-            yield ("model", name), source.model[stored]
-    for name, state in optimizer.states.items():
-        for key, value in state.items():
-            yield ("optimizer", "state", name, key), value
+    tied = {} if titan else {name: source.model[kept] for name, kept in source.tied.items() if kept in source.model}
+    for name, tensor in (*source.model.items(), *tied.items()):
+        yield (name,) if titan else ("model", name), tensor
+    parts = [("state", name, state) for name, state in optimizer.states.items()]
     for number, group in enumerate(optimizer.groups):
-        for key, value in group.items():
-            yield ("optimizer", "param_groups", number, key), value
-            for name in group["params"] if key != "params" else ():
-                yield ("optimizer", "param_groups", name, key), value
+        if not titan:
+            yield from ((("optimizer", "param_groups", number, key), value) for key, value in group.items())
+        settings = {key: value for key, value in group.items() if key != "params"}
+        parts += [("param_groups", name, settings) for name in group["params"]]
+    for kind, name, values in parts:
+        for key, value in values.items():
+            yield ("optimizer", f"{kind}.{name}.{key}") if titan else ("optimizer", kind, name, key), value
     for key, value in (source.schedule or {}).items():
-        yield ("scheduler", key), value
-    yield ("step",), source.step or 0
-
-
-def _titan_values(source: ForeignCheckpoint) -> Iterator[tuple[Path, Any]]:
-    """The same, as torchtitan's trainer has it."""
-    optimizer = optimizer_of(source)
-    for name, tensor in source.model.items():
-        yield (name,), tensor
-    for name, state in optimizer.states.items():
-        for key, value in state.items():
-            yield ("optimizer", f"state.{name}.{key}"), value
-    for group in optimizer.groups:
-        for name in group["params"]:
-            for key, value in group.items():
-                if key != "params":
-                    yield ("optimizer", f"param_groups.{name}.{key}"), value
-    for key, value in (source.schedule or {}).items():
-        yield ("lr_scheduler", key), value
-    yield ("train_state", "step"), source.step or 0
-    yield ("train_state", "ntokens_seen"), int((source.trainer_state or {}).get("num_input_tokens_seen") or 0)
+        yield ("lr_scheduler" if titan else "scheduler", key), value
+    yield ("train_state", "step") if titan else ("step",), source.step or 0
+    if titan:
+        yield ("train_state", "ntokens_seen"), int((source.trainer_state or {}).get("num_input_tokens_seen") or 0)

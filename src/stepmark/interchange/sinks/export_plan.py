@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
 from stepmark.model_folder.output_files import OutputFile
-
-
-@dataclass(frozen=True)
-class ExportOptions:
-    """What the user asks for.
-
-    Args:
-        titan: Whether torch.distributed.checkpoint gets torchtitan's names.
-        config: The model's config.json, where the checkpoint has none.
-    """
-
-    titan: bool = False
-    config: Path | None = None
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import struct
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.model_outline import CONFIG, ModelOutline, outline_of
-from stepmark.interchange.sinks.export_plan import ExportOptions, ExportPlan, optimizer_of
+from stepmark.interchange.sinks.export_plan import ExportPlan, optimizer_of
 from stepmark.interchange.sinks.imported_state import trainer_state_bytes
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.interchange.sources.optimizer_names import NAMES
@@ -33,10 +32,10 @@ _MASTERS = (
 _CONTROL = ("should_epoch_stop", "should_evaluate", "should_log", "should_save", "should_training_stop")
 
 
-def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
-    """The files of a `checkpoint-N` folder."""
+def plan(source: ForeignCheckpoint, config_file: Path | None) -> ExportPlan:
+    """The files of a `checkpoint-N` folder. `config_file`: the model's, where the checkpoint has none."""
     groups = len(optimizer_of(source).groups)
-    outline = _outline(source, options)
+    outline = _outline(source, config_file)
     weights, masters = _weights_in_full_precision(source)
     files = [tensor_file(ADAPTER_WEIGHTS, weights)] if source.adapter else model_files(weights, MAX_SHARD)
     found = ExportPlan(files, notes=[_MASTERS] if masters else [])
@@ -62,17 +61,17 @@ def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
     return found
 
 
-def _outline(source: ForeignCheckpoint, options: ExportOptions) -> ModelOutline:
+def _outline(source: ForeignCheckpoint, config: Path | None) -> ModelOutline:
     """The model of the checkpoint's config, compared with its tensors.
 
     Raises CheckpointMismatch where there is no config, or it is of another model.
     """
     if source.adapter:
-        outline = adapter_outline(source.folder, options.config, len(source.model))
+        outline = adapter_outline(source.folder, config, len(source.model))
         _compare(source, outline, source.folder / ADAPTER_CONFIG)
         optimizer_of(source).rename({live: name for name, live in outline.live.items()})  # to those of the tensors
         return outline
-    path = options.config or source.files.get(CONFIG)
+    path = config or source.files.get(CONFIG)
     if path is None:
         raise CheckpointMismatch(
             f"{source.folder} has no {CONFIG}, from which the order of the parameters follows, which this format "
@@ -95,15 +94,6 @@ def _compare(source: ForeignCheckpoint, outline: ModelOutline, path: Path) -> No
             )
 
 
-def _in_order(names: Sequence[str], order: dict[str, Any], source: ForeignCheckpoint) -> list[str]:
-    """Parameters in the model's order. Raises CheckpointMismatch for one that the model does not have."""
-    other = next((name for name in names if name not in order), None)
-    if other is not None:
-        raise CheckpointMismatch(f"{source.folder}: the optimizer has {other!r}, which is no parameter of the model")
-    positions = {name: number for number, name in enumerate(order)}
-    return sorted(names, key=lambda name: positions[name])
-
-
 def _weights_in_full_precision(source: ForeignCheckpoint) -> tuple[dict[str, GlobalTensor], bool]:
     """The model, with fp32 master weights in place of what they were rounded to; and whether there are any."""
     states = source.optimizer.states if source.optimizer is not None else {}
@@ -113,13 +103,19 @@ def _weights_in_full_precision(source: ForeignCheckpoint) -> tuple[dict[str, Glo
 
 
 def numbered(source: ForeignCheckpoint, outline: ModelOutline) -> dict[str, Any]:
-    """The optimizer's state dict as torch has it: parameters are numbered in the order of the model, group by group."""
-    optimizer = optimizer_of(source)
+    """The optimizer's state dict as torch has it: parameters are numbered in the order of the model, group by group.
+
+    Raises CheckpointMismatch for one that the model does not have.
+    """
+    optimizer, positions = optimizer_of(source), {name: place for place, name in enumerate(outline.parameters)}
     groups: list[dict[str, Any]] = []
     state: dict[int, dict[str, Any]] = {}
     number = 0
     for group in optimizer.groups:
-        names = _in_order(group["params"], outline.parameters, source)
+        other = next((name for name in group["params"] if name not in positions), None)
+        if other is not None:
+            raise CheckpointMismatch(f"{source.folder}: the optimizer has {other!r}, no parameter of the model")
+        names = sorted(group["params"], key=positions.__getitem__)
         named = {NAMES: names} if len(optimizer.groups) == 1 else {}  # Trainer's own order is that of two groups
         groups.append({**group, **named, "params": list(range(number, number + len(names)))})
         for name in names:

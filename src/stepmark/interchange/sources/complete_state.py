@@ -46,7 +46,7 @@ def files_beside(folder: Path) -> dict[str, Path]:
 def outline_for(found_files: dict[str, Path], options: ImportOptions, tensors: int) -> ModelOutline | None:
     """The model of the config that the user gave, or that lies in the checkpoint, with the parameters that the user
     says were frozen; None where there is none. Raises UsageError for a pattern without a parameter."""
-    path = config_path(found_files, options)
+    path = options.config or found_files.get(CONFIG)
     if path is None and options.frozen:
         raise UsageError("--frozen: names are those of the model's config, which is not there; give it with --config")
     if path is None:
@@ -58,11 +58,6 @@ def outline_for(found_files: dict[str, Path], options: ImportOptions, tensors: i
             raise UsageError(f"--frozen: no parameter of the {outline.architecture} of {path} is like {pattern!r}")
         frozen.update(matching)
     return replace(outline, frozen=outline.frozen | frozen)
-
-
-def config_path(found_files: dict[str, Path], options: ImportOptions) -> Path | None:
-    """Where the config is; None where there is none."""
-    return options.config or found_files.get(CONFIG)
 
 
 def finish(found: ForeignCheckpoint, options: ImportOptions, outline: ModelOutline | None) -> ForeignCheckpoint:

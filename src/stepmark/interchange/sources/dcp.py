@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from stepmark.interchange.sources.torch_optimizer import (
     STEP,
     group_settings,
     scalar,
-    state_shape,
+    state_shapes,
     to_python,
     whole_optimizer,
 )
@@ -72,11 +71,11 @@ def model_of(
     Raises CheckpointMismatch where it cannot be told which are the model's.
     """
     groups: dict[str, dict[str, GlobalTensor]] = {}
-    for name in store.order:
+    for name, path in store.paths.items():
         tensor = store.tensors.get(name)
-        if tensor is None or _of_optimizer(name, store.paths[name]):
+        if tensor is None or _of_optimizer(name, path):
             continue
-        key, rest = _split(name, store.paths[name], outline)
+        key, rest = _split(name, path, outline)
         groups.setdefault(key, {})[clean_name(rest)] = tensor
     groups = {key: tensors for key, tensors in groups.items() if any(t.shape for t in tensors.values())}
     chosen = _model_key(groups, outline)
@@ -135,46 +134,40 @@ def optimizer_of(
     """The optimizer by parameter names, None where there is none; `changed` are names of a --map by the store's."""
     states: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, Any]] = {}
-    keys: Counter[str] = Counter()
-    for name in store.order:
+    optimizers: set[str] = set()
+    for name, path in store.paths.items():
         value: Any = store.tensors[name] if name in store.tensors else store.values[name]
-        match = _of_optimizer(name, store.paths[name])
+        match = _of_optimizer(name, path)
         if match is not None:
-            keys[match["key"]] += 1
+            optimizers.add(match["key"])
             target = states if match.re is _STATE else groups
             target.setdefault(clean_name(match["name"]), {})[match["item"]] = value
     if not states and not groups:
         return None
-    if len(keys) > 1:
-        raise CheckpointMismatch(
-            f"{store.folder / METADATA}: it has {len(keys)} optimizers, {' and '.join(sorted(keys))}; import the model "
-            "alone with --model-only"
-        )
-    if "." in (key := next(iter(keys))):
-        found.prefixes[OPTIMIZER] = f"{key}."
     where = store.folder / METADATA
-    listed = _listed_groups(groups, where)
-    ordered = store.ordered and any(tensor.name in store.tensors for tensor in found.model.values())
-    other_class = any(old != new for old, new in changed.items())
-    if (outline is None or other_class) and not ordered and _numbered(states, listed):
+    if len(optimizers) > 1:
         raise CheckpointMismatch(
-            f"{where} numbers the optimizer's parameters, and does not say in which order the model has them; give the "
-            "model's config with --config, or import the model alone with --model-only"
+            f"{where}: it has {len(optimizers)} optimizers, {' and '.join(sorted(optimizers))}; import the model alone "
+            "with --model-only"
         )
-    names = _names(states, listed, found, outline, where, changed, ordered)
+    if "." in (own := optimizers.pop()):
+        found.prefixes[OPTIMIZER] = f"{own}."
+    listed = _listed_groups(groups, where)
+    keys = [*states, *(clean_name(str(key)) for group in listed for key in group.get("params", ()))]
+    if all(key.isdigit() for key in keys):
+        names = _names_of_numbers(store, states, listed, found, outline, changed)
+    else:
+        of_model = changed.keys() or found.model.keys()
+        stripped = {key: key if key in of_model else key.removeprefix("module.") for key in keys}
+        names = {key: changed.get(name, name) for key, name in stripped.items()}
     for group in listed:
-        group["params"] = [clean_name(str(key)) for key in group.get("params", [])]
+        group["params"] = [clean_name(str(key)) for key in group.get("params", ())]
     optimizer = whole_optimizer(states, listed, names, where)
     known = next((state[STEP] for state in optimizer.states.values() if STEP in state), None)
     for state in optimizer.states.values():  # parameters are stepped together, and a writer may keep the step of some
         if known is not None and "exp_avg" in state:
             state.setdefault(STEP, known)
     return optimizer
-
-
-def _numbered(states: dict[str, dict[str, Any]], groups: list[dict[str, Any]]) -> bool:
-    """Whether the optimizer numbers its parameters."""
-    return all(key.isdigit() for key in (*states, *(str(name) for group in groups for name in group.get("params", ()))))
 
 
 def _listed_groups(groups: dict[str, dict[str, Any]], where: Path) -> list[dict[str, Any]]:
@@ -190,22 +183,23 @@ def _listed_groups(groups: dict[str, dict[str, Any]], where: Path) -> list[dict[
     return list(together.values())
 
 
-def _names(
+def _names_of_numbers(
+    store: DcpStore,
     states: dict[str, dict[str, Any]],
     groups: list[dict[str, Any]],
     found: ForeignCheckpoint,
     outline: ModelOutline | None,
-    where: Path,
     changed: Mapping[str, str],
-    ordered: bool,
-) -> dict[Any, str]:
-    """Each key of a parameter in the states and groups to its name."""
-    if not _numbered(states, groups):
-        keys = {*states, *(clean_name(str(name)) for group in groups for name in group.get("params", ()))}
-        known = changed.keys() or found.model.keys()
-        stripped = {key: key.removeprefix("module.") if key not in known else key for key in keys}
-        return {key: changed.get(name, name) for key, name in stripped.items()}
-    shapes = {int(key): shape for key, state in states.items() if (shape := state_shape(state))}
+) -> dict[str, str]:
+    """Each number of a parameter, as text, to its name."""
+    where, other_class = store.folder / METADATA, any(old != new for old, new in changed.items())
+    ordered = store.ordered and any(tensor.name in store.tensors for tensor in found.model.values())
+    if (outline is None or other_class) and not ordered:
+        raise CheckpointMismatch(
+            f"{where} numbers the optimizer's parameters, and does not say in which order the model has them; give the "
+            "model's config with --config, or import the model alone with --model-only"
+        )
+    shapes = {int(key): shape for key, shape in state_shapes(states).items()}
     saved = {name: tensor.shape for name, tensor in found.model.items()} if ordered else None
     names = agreed_names(found, groups, shapes, where, outline, saved, changed)
     return {str(number): name for number, name in names.items()}

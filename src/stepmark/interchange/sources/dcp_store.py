@@ -26,14 +26,13 @@ METADATA = ".metadata"
 
 @dataclass
 class DcpStore:
-    """What a store holds, by full name. `order` is that in which the saving program had the names, if it is
-    `ordered`: the records of several ranks are in another. `paths` are the keys on the way to each name."""
+    """What a store holds, by full name. `paths` are the keys on the way to each name, in the order in which the saving
+    program had the names, if that is known (`ordered`): the records of several ranks are in another."""
 
     folder: Path
     tensors: dict[str, GlobalTensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
     ordered: bool = False
     records: list[Record] = field(default_factory=list)
 
@@ -58,9 +57,9 @@ def read_store(folder: Path, *, listed: bool = True) -> DcpStore:
     pieces: dict[str, list[Piece]] = {}
     shapes = _shapes(path, metadata)
     with well_formed(f"{path}: its list of records is"):
-        entries = [_entry(path, index, info) for index, info in metadata.get("storage_data").items()]
-    for entry in entries:
-        _add(store, pieces, *entry)
+        listing = [*metadata.attributes["storage_data"].items()]
+    for index, info in listing:
+        _add(store, pieces, path, index, info)
     for name, found in pieces.items():
         store.tensors[name] = _tensor(path, name, found, shapes.get(name) if listed else None)
     recorded = store.tensors.keys() | store.values.keys()
@@ -75,36 +74,25 @@ def read_store(folder: Path, *, listed: bool = True) -> DcpStore:
 
 def _shapes(path: Path, metadata: PickledObject) -> dict[str, Shape | None]:
     """The global shapes of tensors; None for other values."""
-    described = metadata.attributes.get("state_dict_metadata")
-    if not isinstance(described, dict):
-        raise CheckpointDamaged(f"{path} describes no state")
-    found: dict[str, Shape | None] = {}
-    for name, value in described.items():
-        if type(name) is not str or not isinstance(value, PickledObject):
-            raise CheckpointDamaged(f"{path}: its description of the state is malformed")
-        size = value.attributes.get("size")
-        with well_formed(f"{path}: the shape of {name[:80]!r} is"):
-            found[name] = None if size is None else natural(size)
-    return found
+    with well_formed(f"{path}: its description of the state is"):
+        described = metadata.attributes["state_dict_metadata"]
+        sizes = {name: value.attributes.get("size") for name, value in described.items()}
+        if not all(type(name) is str for name in sizes):
+            raise TypeError("a state without a name")
+        return {name: None if size is None else natural(size) for name, size in sizes.items()}
 
 
-def _entry(said_by: Path, index: Any, info: Any) -> tuple[str, Shape | None, Path, int, int]:
-    """Of what a record is, where that begins in the tensor, and file, first byte and size of the record."""
-    if not isinstance(index, PickledObject) or not isinstance(info, PickledObject):
-        raise TypeError("not a record")
-    name, offsets = index.get("fqn"), index.attributes.get("offset")
-    if type(name) is not str:
-        raise TypeError("a record without a name")
-    if info.attributes.get("transform_descriptors"):
-        raise CheckpointError(f"{said_by}: {name[:80]!r} is compressed or encrypted; save it without extensions")
-    begin, size = natural((info.get("offset"), info.get("length")))
-    path = inside(said_by.parent, info.get("relative_path"), said_by)
-    return name, None if offsets is None else natural(offsets), path, begin, size
-
-
-def _add(
-    store: DcpStore, pieces: dict[str, list[Piece]], name: str, offsets: Shape | None, path: Path, begin: int, size: int
-) -> None:
+def _add(store: DcpStore, pieces: dict[str, list[Piece]], said_by: Path, index: Any, info: Any) -> None:
+    """Adds a record: a value, or a piece of a tensor, which begins there at the offsets that the list says."""
+    with well_formed(f"{said_by}: its list of records is"):
+        name, offsets = index.get("fqn"), index.attributes.get("offset")
+        if type(name) is not str:
+            raise TypeError("a record without a name")
+        if info.attributes.get("transform_descriptors"):
+            raise CheckpointError(f"{said_by}: {name[:80]!r} is compressed or encrypted; save it without extensions")
+        begin, size = natural((info.get("offset"), info.get("length")))
+        path = inside(said_by.parent, info.get("relative_path"), said_by)
+        offsets = None if offsets is None else natural(offsets)
     try:
         value = read_torch_file(path, store.records, begin, size)
     except CheckpointError as error:
@@ -129,15 +117,11 @@ def _tensor(path: Path, name: str, pieces: list[Piece], shape: Shape | None) -> 
 
 
 def _set_paths(store: DcpStore, planned: dict[Any, Any]) -> None:
-    for name in planned:
-        path = planned[name]
-        if type(name) is str and (name in store.tensors or name in store.values):
-            store.order.append(name)
+    recorded = {**store.tensors, **store.values}
+    for name, path in planned.items():
+        if name in recorded:
             store.paths[name] = tuple(str(key) for key in path) if isinstance(path, tuple | list) else (name,)
             if ".".join(store.paths[name]) != name:
                 raise CheckpointDamaged(f"{store.folder / METADATA}: {name[:80]!r} has a path that is another name's")
     store.ordered = store.tensors.keys() <= store.paths.keys()
-    for name in (*store.tensors, *store.values):
-        if name not in store.paths:
-            store.order.append(name)
-            store.paths[name] = (name,)
+    store.paths |= {name: (name,) for name in recorded if name not in store.paths}

@@ -72,9 +72,7 @@ def numbered_names(
     flat = [number for group in numbers for number in group]
     if len(set(flat)) != len(flat):
         raise CheckpointMismatch(f"{where}: two parameters of the optimizer have one number; the file is corrupted")
-    given = _given_names(groups, numbers, renamed or {}, parameters)
-    if given is not None:
-        _check_given(given, shapes, parameters, where)
+    if (given := _given_names(groups, numbers, shapes, renamed or {}, parameters, where)) is not None:
         return given, "its own names"
     if tool is not None and len(groups) == 1:
         raise CheckpointMismatch(
@@ -174,8 +172,10 @@ def agreed_names(
 def _given_names(
     groups: Sequence[Mapping[str, Any]],
     numbers: Sequence[Sequence[int]],
+    shapes: Mapping[int, Shape],
     renamed: Mapping[str, str],
     parameters: Mapping[str, Shape],
+    where: str,
 ) -> dict[int, str] | None:
     """The names that the optimizer has, by number; None where it has none."""
     found: dict[int, str] = {}
@@ -183,18 +183,12 @@ def _given_names(
         names = group.get(NAMES)
         if not isinstance(names, list | tuple) or len(names) != len(own):
             return None
-        for number, name in zip(own, names, strict=True):
-            cleaned = clean_name(str(name))
+        for number, given in zip(own, names, strict=True):
+            cleaned = clean_name(str(given))
             while cleaned.startswith("module.") and cleaned not in parameters and cleaned not in renamed:
                 cleaned = cleaned.removeprefix("module.")
             found[number] = renamed.get(cleaned, cleaned)
-    return found
-
-
-def _check_given(
-    names: Mapping[int, str], shapes: Mapping[int, Shape], parameters: Mapping[str, Shape], where: str
-) -> None:
-    for number, name in names.items():
+    for number, name in found.items():
         if name not in parameters:
             raise CheckpointMismatch(
                 f"{where}: the optimizer has a parameter {name[:80]!r}, and the model has none of that name; import "
@@ -205,8 +199,9 @@ def _check_given(
                 f"{where}: the optimizer's state {number} is {list(shapes[number])}, and its parameter {name} is "
                 f"{list(parameters[name])}"
             )
-    if len(set(names.values())) != len(names):
+    if len(set(found.values())) != len(found):
         raise CheckpointMismatch(f"{where}: two parameters of the optimizer have one name; the file is corrupted")
+    return found
 
 
 def _candidates(names: Sequence[str], count: int, layer_norms: frozenset[str]) -> Iterator[tuple[str, list[list[str]]]]:

@@ -15,7 +15,7 @@ from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOption
 from stepmark.interchange.sources.name_map import new_names, renamed
 from stepmark.interchange.sources.optimizer_names import agreed_names, own_names
 from stepmark.interchange.sources.state_dict_files import clean_name, without_prefix
-from stepmark.interchange.sources.torch_optimizer import split_state_dict, state_shape, whole_optimizer
+from stepmark.interchange.sources.torch_optimizer import split_state_dict, state_shapes, whole_optimizer
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
 from stepmark.tensor_files.pickle_reader import PickledObject
 from stepmark.tensor_files.source_files import read_safetensors
@@ -70,10 +70,11 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
                 "--model-only"
             )
         states, groups = split_state_dict(next(iter(optimizers.values())), str(path))
-        shapes = {key: shape for key, one in states.items() if (shape := state_shape(one))}
         saved = {name: tensor.shape for name, tensor in found.model.items()}
         changed = new_names(tensors, options.names)
-        names = own_names(groups, changed) or agreed_names(found, groups, shapes, path, outline, saved, changed)
+        names = own_names(groups, changed) or agreed_names(
+            found, groups, state_shapes(states), path, outline, saved, changed
+        )
         found.optimizer = whole_optimizer(states, groups, names, path)
     found.step = next((value[name] for name in STEPS if type(value.get(name)) is int), None)
     if _LIGHTNING in value:

@@ -12,6 +12,7 @@ from stepmark.checkpoint.format.read_errors import well_formed
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.model_folder.model_files import INDEXES, SINGLE
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray
+from stepmark.tensor_files.pickle_reader import natural
 from stepmark.tensor_files.records import Record
 from stepmark.tensor_files.source_files import inside, read_json, read_safetensors
 from stepmark.tensor_files.torch_file import read_saved
@@ -72,10 +73,7 @@ def _saved_offsets(path: Path, metadata: Any) -> dict[str, tuple[int, ...]]:
     if text is None:
         return {}
     with well_formed(f"{path}: its DCP_SHARDING_INFO is"):
-        found = {name: tuple(entry["saved_offsets"]) for name, entry in json.loads(text).items()}
-    if any(type(offset) is not int or not 0 <= offset < 1 << 62 for at in found.values() for offset in at):
-        raise CheckpointDamaged(f"{path}: its DCP_SHARDING_INFO is malformed")
-    return found
+        return {name: natural(entry["saved_offsets"]) for name, entry in json.loads(text).items()}
 
 
 def _state_dict_of(path: Path, records: list[Record]) -> dict[str, StoredArray]:
@@ -83,11 +81,10 @@ def _state_dict_of(path: Path, records: list[Record]) -> dict[str, StoredArray]:
     value = read_saved(path, records)
     if not isinstance(value, dict) or not value:
         raise CheckpointMismatch(f"{path} holds no state dict but a {type(value).__name__}")
-    arrays = {name: item for name, item in value.items() if isinstance(item, StoredArray)}
-    if len(arrays) != len(value) or not all(type(name) is str for name in arrays):
-        other = next(name for name in value if name not in arrays or type(name) is not str)
-        raise CheckpointMismatch(f"{path} is not the state dict of a model: {str(other)[:80]!r} is not a tensor")
-    return arrays
+    for name, item in value.items():
+        if type(name) is not str or not isinstance(item, StoredArray):
+            raise CheckpointMismatch(f"{path} is not the state dict of a model: {str(name)[:80]!r} is not a tensor")
+    return value
 
 
 def assembled(name: str, pieces: list[Piece]) -> GlobalTensor:

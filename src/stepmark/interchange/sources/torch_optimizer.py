@@ -98,6 +98,11 @@ def state_shape(state: Mapping[str, Any]) -> Shape | None:
     return factored_shape(state) or next((shape for shape in shapes if shape), None)
 
 
+def state_shapes(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, Shape]:
+    """The shapes that the states of parameters show, by their keys."""
+    return {key: shape for key, state in states.items() if (shape := state_shape(state))}
+
+
 def array_shape(value: Any) -> Shape | None:
     """The shape of an array or tensor, None of anything else."""
     return value.shape if isinstance(value, StoredArray | GlobalTensor) else None

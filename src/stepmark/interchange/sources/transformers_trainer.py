@@ -20,7 +20,7 @@ from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptim
 from stepmark.interchange.sources.optimizer_names import agreed_names, own_names
 from stepmark.interchange.sources.peft_adapter import adapter_file, adapter_outline
 from stepmark.interchange.sources.state_dict_files import read_files, read_weights, without_prefix
-from stepmark.interchange.sources.torch_optimizer import split_state_dict, state_shape, whole_optimizer
+from stepmark.interchange.sources.torch_optimizer import split_state_dict, state_shapes, whole_optimizer
 from stepmark.model_folder.adapted_model import ADAPTER_CONFIG
 from stepmark.model_folder.model_files import has_weights
 from stepmark.tensor_files.global_tensor import GlobalTensor
@@ -132,10 +132,9 @@ def _optimizer(folder: Path, found: ForeignCheckpoint, outline: ModelOutline | N
             f"{path} numbers the parameters, and their order follows from the model's {CONFIG}, which is not in the "
             "folder; give it with --config, or import the model alone with --model-only"
         )
-    shapes = {key: shape for key, one in state.items() if (shape := state_shape(one))}
     _check_version(found, outline, path)
     tool = TRAINER if found.kind.startswith(TRAINER) else None
-    names = agreed_names(found, groups, shapes, path, outline, None, tool=tool)
+    names = agreed_names(found, groups, state_shapes(state), path, outline, None, tool=tool)
     return whole_optimizer(state, groups, names, path)
 
 

@@ -77,7 +77,6 @@ def _versions() -> Iterator[Finding]:
 
 def look_at_recipe(path: str, recipe: Recipe, device: str) -> Iterator[Finding]:
     """Checks the recipe in the file `path` as a run on `device` does, before it reads data; the first fault counts."""
-    before = os.environ.get("USE_TORCH_XLA")
     quiet_libraries()
     if device != "xla":
         leave_out_torch_xla()
@@ -89,9 +88,6 @@ def look_at_recipe(path: str, recipe: Recipe, device: str) -> Iterator[Finding]:
         yield Finding(RECIPE, path, str(error), Status.FAILURE)
     else:
         yield Finding(RECIPE, path, "its fields, the files that they name and the model are in order")
-    finally:
-        if before is None:
-            os.environ.pop("USE_TORCH_XLA", None)
 
 
 def look_at_graphs(path: str, recipe: Recipe, overrides: Sequence[str] = ()) -> Iterator[Finding]:

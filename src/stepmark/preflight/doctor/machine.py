@@ -44,23 +44,18 @@ def look_at_machine(workers: int) -> Iterator[Finding]:
         total, available = found
         text = f"{total / 1e9:.1f} GB, {available / 1e9:.1f} GB available"
         yield Finding(TOPIC, "memory", text, values={"total": total, "available": available})
-    yield from _shared_memory(workers)
+    if SHARED_MEMORY.is_dir():
+        free = shutil.disk_usage(SHARED_MEMORY).free
+        text, status = f"{free / 1e9:.2f} GB free", Status.OK
+        if workers and free < LITTLE_SHARED_MEMORY:
+            text += f": little for {workers} data workers, which end with a bus error when it is full; enlarge it"
+            status = Status.WARNING
+        yield Finding(TOPIC, str(SHARED_MEMORY), text, status, {"free": free})
     yield _written("TMPDIR", Path(os.environ.get("TMPDIR") or tempfile.gettempdir()))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     status = Status.WARNING if soft < FEW_FILES else Status.OK
     remedy = f"; raise it with ulimit -n (up to {hard})" if status == Status.WARNING else ""
     yield Finding(TOPIC, "open files", f"at most {soft}{remedy}", status, {"limit": soft})
-
-
-def _shared_memory(workers: int) -> Iterator[Finding]:
-    if not SHARED_MEMORY.is_dir():
-        return
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    text, status = f"{free / 1e9:.2f} GB free", Status.OK
-    if workers and free < LITTLE_SHARED_MEMORY:
-        text += f": little for {workers} data workers, which end with a bus error when it is full; enlarge it"
-        status = Status.WARNING
-    yield Finding(TOPIC, str(SHARED_MEMORY), text, status, {"free": free})
 
 
 def look_at_launcher(ranks: int = 1) -> Iterator[Finding]:

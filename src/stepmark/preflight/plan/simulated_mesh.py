@@ -184,10 +184,6 @@ class SimulatedCollectives(GroupCollectives):
             gathered = [shard.new_empty(self.size * shard.shape[0], *shard.shape[1:]) for shard in shards]
             return [each.movedim(0, dim) for each in gathered]
 
-    def start_gather_in_place(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Allocates nothing."""
-        return lambda: tensor
-
     def start_reduce_scatter(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
         with self._tracker.within(COMMUNICATION):
             return super().start_reduce_scatter(tensor, dtype)
@@ -203,7 +199,10 @@ class SimulatedCollectives(GroupCollectives):
             return super().exchange_shards(tensor, senders)
 
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Allocates nothing."""
         return lambda: tensor
+
+    start_gather_in_place = start_all_reduce
 
     def all_to_all(self, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int]) -> list[Tensor]:
         with self._tracker.within(COMMUNICATION):

@@ -17,8 +17,6 @@ from stepmark.trainer.telemetry.progress import aligned
 GIGABYTE = 10**9
 GIGABIT = 125e6  # bytes per second
 SMALL_REQUESTS = 25  # of a checkpoint's upload: for its small files, what is beside it, and to look what is there
-COLUMNS = ("mesh", "sharded", "sequence", "checkpointing", "rows x micro", *CATEGORIES, "peak")
-OF_PIPELINES = ("largest", "bubble")
 
 
 def to_text(plan: Plan) -> str:
@@ -94,10 +92,8 @@ def _layers(stage: StageTrace) -> str:
 def _table(plan: Plan) -> Iterator[str]:
     """One line for each setting; the first is the recipe's own."""
     yield f"the recipe's mesh and those near it, in {_unit(plan)[1]}:"
-    piped = any(option.stages for option in plan.options)
-    columns = (*COLUMNS, *(OF_PIPELINES if piped else ()), *(() if plan.device_memory is None else ("fits",)))
-    rows = [columns, *(_row(plan, option, piped) for option in plan.options if option.impossible is None)]
-    yield from _aligned(rows)
+    rows = [_row(plan, option) for option in plan.options if option.impossible is None]
+    yield from _aligned([list(rows[0]), *(list(row.values()) for row in rows)])
     for option in plan.options:
         if option.impossible is not None:
             yield f"  {_mesh(plan, option)}: not possible: {option.impossible}"
@@ -107,27 +103,23 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"  {line}" for line in aligned(rows, right=range(len(rows[0])))]
 
 
-def _row(plan: Plan, option: RankMemory, piped: bool) -> tuple[str, ...]:
-    """`piped`: with the columns of pipelines."""
-    args = option.args
-    cells = [
-        _mesh(plan, option),
-        "fsdp" if args.fsdp is not None else "zero_1" if args.zero_1 else "no",
-        ("no", "yes")[args.sequence_parallel],
-        ("no", "yes")[args.gradient_checkpointing],
-        f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps}",
-        *_sizes(plan, option.trace),
-    ]
-    if piped:
-        worst = option.worst
-        cells += ["", ""] if worst is None else [f"rank {worst.rank}", f"{option.bubble:.1%}"]
-    return tuple(cells) if plan.device_memory is None else (*cells, _verdict(option, plan.device_memory))
-
-
-def _verdict(option: RankMemory, device_memory: int) -> str:
-    if option.fits(device_memory):
-        return "yes"
-    return "tight" if option.trace.peak <= device_memory else "no"
+def _row(plan: Plan, option: RankMemory) -> dict[str, str]:
+    """The cells by the columns' heads."""
+    args, worst = option.args, option.worst
+    cells = {
+        "mesh": _mesh(plan, option),
+        "sharded": "fsdp" if args.fsdp is not None else "zero_1" if args.zero_1 else "no",
+        "sequence": ("no", "yes")[args.sequence_parallel],
+        "checkpointing": ("no", "yes")[args.gradient_checkpointing],
+        "rows x micro": f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps}",
+        **dict(zip((*CATEGORIES, "peak"), _sizes(plan, option.trace), strict=True)),
+    }
+    if any(each.stages for each in plan.options):
+        cells |= {"largest": f"rank {worst.rank}" if worst else "", "bubble": f"{option.bubble:.1%}" if worst else ""}
+    if plan.device_memory is not None:
+        tight = option.trace.peak <= plan.device_memory
+        cells["fits"] = "yes" if option.fits(plan.device_memory) else "tight" if tight else "no"
+    return cells
 
 
 def _conclusion(plan: Plan) -> Iterator[str]:
@@ -212,13 +204,11 @@ def _option_to_json(plan: Plan, option: RankMemory) -> dict[str, Any]:
         "impossible": option.impossible,
         "bubble": option.bubble if possible else None,
         "largest": None if worst is None else worst.rank,
-        "stages": [_stage_to_json(stage) for stage in option.stages],
+        "stages": [
+            {"rank": each.rank, "layers": each.layers, "in_flight": each.in_flight, **_trace_to_json(each)}
+            for each in option.stages
+        ],
     }
-
-
-def _stage_to_json(stage: StageTrace) -> dict[str, Any]:
-    layers = [list(each) for each in stage.layers]
-    return {"rank": stage.rank, "layers": layers, "in_flight": stage.in_flight, **_trace_to_json(stage)}
 
 
 def _trace_to_json(trace: StepTrace) -> dict[str, Any]:

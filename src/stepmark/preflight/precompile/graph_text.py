@@ -128,7 +128,8 @@ def describe(
     size = len(by_rank) // stages
     lines: list[str] = []
     for stage in range(stages):
-        graphs = by_rank[stage * size]
+        first = stage * size
+        graphs = by_rank[first]
         rows = [(graph.part, *_sizes(graph), f"{graph.seconds:.1f}", graph.state) for graph in graphs]
         lines += aligned([HEAD, *rows], right=(1, 2, 3))
         seconds = sum(graph.seconds for graph in graphs)
@@ -137,7 +138,11 @@ def describe(
         kept = "" if folder is None else f", in {folder}"
         lines.append(f"{len(graphs)} graphs{place}{ranks} in {seconds:.1f} seconds{kept}")
         lines += [f"warning: {graph.part}: has {problem}" for graph in graphs for problem in graph.content.problems]
-        lines += _differences(by_rank, range(stage * size, (stage + 1) * size))
+        keys = [[graph.key for graph in each] for each in by_rank[first : first + size]]
+        other = next((first + place for place, each in enumerate(keys) if each != keys[0]), None)
+        if other is not None:
+            but = "with collectives in the graph the run would hang"
+            lines.append(f"warning: rank {other} has other graphs than rank {first}; {but}")
     if for_neuron:
         unknown = sorted({name for graphs in by_rank for graph in graphs for name in graph.content.unlisted})
         if unknown:
@@ -155,15 +160,3 @@ def _sizes(graph: Graph) -> tuple[str, str]:
     if not graph.key:  # it ran outside of a step boundary, where its text is not known
         return "?", "?"
     return str(graph.content.operations), str(graph.content.parameters)
-
-
-def _differences(by_rank: Sequence[Sequence[Graph]], ranks: Sequence[int]) -> list[str]:
-    """A warning where ranks of a stage have different graphs, with which collectives in the graph would hang."""
-    keys = {rank: [graph.key for graph in by_rank[rank]] for rank in ranks}
-    first = ranks[0]
-    other = next((rank for rank, each in keys.items() if each != keys[first]), None)
-    if other is None:
-        return []
-    return [
-        f"warning: rank {other} has other graphs than rank {first}; with collectives in the graph the run would hang"
-    ]
