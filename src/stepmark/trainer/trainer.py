@@ -52,9 +52,8 @@ from stepmark.trainer.compat.overrides import (
     check_assignment,
     check_overrides,
     check_pipeline,
-    hooks_of,
     overrides,
-    refuse_missing_hooks,
+    own_methods,
     sampler_of,
 )
 from stepmark.trainer.compat.transformers_arguments import check_kinds, converted
@@ -169,7 +168,7 @@ class Trainer:
     def __init_subclass__(cls, **options: Any) -> None:
         """Raises UsageError where the class overrides a method that would never be called."""
         super().__init_subclass__(**options)
-        check_overrides(cls, _OWN_HOOKS)
+        check_overrides(cls, _OWN_METHODS)
 
     def __init__(
         self,
@@ -189,7 +188,7 @@ class Trainer:
         *,
         run: Run | None = None,
     ) -> None:
-        check_overrides(type(self), _OWN_HOOKS)
+        check_overrides(type(self), _OWN_METHODS)
         self.args: TrainingArguments = converted(args, self.arguments_class)
         self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
         self._memory_tracker.start()
@@ -265,7 +264,7 @@ class Trainer:
 
     def _overridden(self, name: str) -> bool:
         """Whether a subclass, or an attribute that was set, replaces a method."""
-        return overrides(self, _OWN_HOOKS, name)
+        return overrides(self, _OWN_METHODS, name)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device | str) -> None:
         """Moves a model of a script's own, such as a teacher, to a device, where tied weights stay tied."""
@@ -1077,5 +1076,4 @@ class Trainer:
                 replace_file(Path(self.args.output_dir) / TRAINER_STATE, self._callbacks.encode_state())
 
 
-refuse_missing_hooks(Trainer)
-_OWN_HOOKS = hooks_of(Trainer)
+_OWN_METHODS = own_methods(Trainer)
