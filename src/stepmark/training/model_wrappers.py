@@ -13,7 +13,10 @@ from stepmark.parallel.parallelize import parallelized
 
 logger = logging.getLogger("stepmark")
 
-_UNSUPPORTED = ("DataParallel", "FullyShardedDataParallel", "FSDPModule", "XlaFullyShardedDataParallel")
+_UNSUPPORTED = {
+    *("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"),
+    "XlaFullyShardedDataParallel",
+}
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:
@@ -36,7 +39,7 @@ def without_wrapper(model: nn.Module) -> nn.Module:
         return without_wrapper(model.module)
     _compile_parts_in_place(model)
     for name, module in model.named_modules():
-        wrapper = _wrapper(module)
+        wrapper = next((each.__name__ for each in type(module).__mro__ if each.__name__ in _UNSUPPORTED), None)
         if wrapper is not None and parallelized(model) is None:
             where = f" (its part {name!r})" if name else ""
             raise UsageError(
@@ -44,13 +47,6 @@ def without_wrapper(model: nn.Module) -> nn.Module:
                 "module inside, and use fsdp or tensor_parallel_size for a model that does not fit on a device"
             )
     return model
-
-
-def _wrapper(module: nn.Module) -> str | None:
-    """The name of the wrapper that a module is, if it is one."""
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        return "DistributedDataParallel"
-    return next((each.__name__ for each in type(module).__mro__ if each.__name__ in _UNSUPPORTED), None)
 
 
 def _is_compiled(module: nn.Module) -> bool:
