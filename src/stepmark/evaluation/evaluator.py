@@ -271,16 +271,12 @@ class Evaluator:
 
     def _has_loss(self, inputs: Any) -> bool:
         asked = isinstance(inputs, Mapping) and inputs.get("return_loss") is True
-        known = bool(self.loss.labels.present(inputs)) or asked or returns_loss(self.model)
-        return known or self.needs_no_labels or self._only_for_loss(inputs)
-
-    def _only_for_loss(self, inputs: Any) -> bool:
-        """Whether only an overridden loss can use the batch: the model does not accept all of it."""
-        if self.loss.override is None:
-            return False
-        if not isinstance(inputs, Mapping):
-            return True
-        return not all(accepts(unwrapped(self.model).forward, name) for name in inputs)
+        known = bool(self.loss.labels.present(inputs)) or asked or returns_loss(self.model) or self.needs_no_labels
+        if known or self.loss.override is None:
+            return known
+        # Only an overridden loss can use a batch of which the model does not accept all.
+        forward = unwrapped(self.model).forward
+        return not isinstance(inputs, Mapping) or not all(accepts(forward, name) for name in inputs)
 
     def _labels(self, inputs: Any) -> Any:
         """The batch's labels: one tensor, a tuple where the model has several, or needs none, None without."""

@@ -248,7 +248,12 @@ class MicroBatchLoss:
     def _call_without_labels(self, model: nn.Module, inputs: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
         """The outputs for `given`: without labels the model computes no loss."""
         rest = {name: value for name, value in given.items() if name != "labels"}
-        return model(**rest, **_decoder_inputs(model, inputs), **self._options)
+        # An encoder-decoder derives its decoder's inputs from labels.
+        prepare = getattr(unwrapped(model), "prepare_decoder_input_ids_from_labels", None)
+        has_own = {"decoder_input_ids", "decoder_inputs_embeds"} & inputs.keys()
+        if prepare is not None and "labels" in inputs and not has_own:
+            rest["decoder_input_ids"] = prepare(inputs["labels"])
+        return model(**rest, **self._options)
 
     def _smoothed(self, model: nn.Module, inputs: Mapping[str, Any]) -> _Result:
         if self.labels.by_sample:
@@ -313,11 +318,9 @@ def loss_beside(outputs: Any) -> tuple[Tensor | None, Any]:
 
 def logits_of(outputs: Any) -> Tensor:
     """The logits of a model that was called without labels; the first value of a tuple."""
-    if isinstance(outputs, Mapping) and "logits" in outputs:
-        return outputs["logits"]
     if isinstance(outputs, (tuple, list)):
         return outputs[0]
-    return outputs if isinstance(outputs, Tensor) else outputs.logits
+    return outputs["logits"] if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
 
 
 def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, causal_shift: bool) -> Tensor:
@@ -327,28 +330,15 @@ def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, cau
     Labels of floating point, (batch, classes), are probabilities of independent classes: the sum over samples of the
     mean binary cross entropy, smoothed towards one half. Raises UsageError for other labels.
     """
-    if labels.is_floating_point():
-        return _smoothed_binary_cross_entropy(logits, labels, smoothing)
-    if causal_shift:
-        logits, labels = logits[..., :-1, :], labels[..., 1:]
-    flat = logits.float().reshape(-1, logits.shape[-1])
-    return F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
-
-
-def _smoothed_binary_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
-    if labels.ndim != 2 or labels.shape != logits.shape:
+    if labels.is_floating_point() and (labels.ndim != 2 or labels.shape != logits.shape):
         raise UsageError(
             f"label_smoothing_factor: labels of type {labels.dtype} and shape {tuple(labels.shape)} are not classes; "
             "set it to 0 for a regression"
         )
-    targets = labels.float() * (1 - smoothing) + smoothing / 2
-    return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").mean(1).sum()
-
-
-def _decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The decoder inputs that an encoder-decoder derives from labels, for a call without labels."""
-    prepare = getattr(unwrapped(model), "prepare_decoder_input_ids_from_labels", None)
-    given = {"decoder_input_ids", "decoder_inputs_embeds"} & inputs.keys()
-    if prepare is None or given or "labels" not in inputs:
-        return {}
-    return {"decoder_input_ids": prepare(inputs["labels"])}
+    if labels.is_floating_point():
+        targets = labels.float() * (1 - smoothing) + smoothing / 2
+        return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").mean(1).sum()
+    if causal_shift:
+        logits, labels = logits[..., :-1, :], labels[..., 1:]
+    flat = logits.float().reshape(-1, logits.shape[-1])
+    return F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
