@@ -68,13 +68,9 @@ class ModelColumns:
             )
         if (model, ignored) not in _told:  # once per process: each evaluation has a loader of its own
             _told.add((model, ignored))
-            columns = f"columns that {model}.forward does not take are"
-            for_others = "left out, also for compute_loss and data_collator"
-            if self.others_read:
-                remedy = "set remove_unused_columns: false to keep them"
-                logger.warning("%s %s: %s; %s", columns, for_others, ignored, remedy)
-            else:
-                logger.info("%s ignored: %s", columns, ignored)
+            told = f"columns that {model}.forward does not take are left out, also for compute_loss and data_collator"
+            remedy = "set remove_unused_columns: false to keep them"
+            logger.log(logging.WARNING if self.others_read else logging.INFO, "%s: %s; %s", told, ignored, remedy)
         return used
 
 
