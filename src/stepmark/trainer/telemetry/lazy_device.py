@@ -101,7 +101,6 @@ def _short(file: str) -> str:
 
 
 WARM_UP = 3  # steps of a process that may compile
-Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
 
 UNKNOWN = {
     "step": "no input has a new shape; look for something between or in steps that makes a new graph: a callback that "
@@ -128,21 +127,17 @@ class RecompilationMonitor:
         self._hits = self._cache_hits()
         self._steps = 0
         self._warm: set[str] = {"save"}
-        self._seen: dict[tuple[int, Shapes], None] = {}
-        self._latest: tuple[int, Shapes] | None = None
+        self._seen: set[str] = set()  # the shapes of micro-batches, in words
         self._change = ""
 
     def begin(self, batch: StepBatch) -> None:
         """A step with this batch begins."""
         if self._known is None:
             return
-        shapes = tuple(sorted({shape for micro_batch in batch for shape in _shapes(micro_batch.inputs)}))
-        signature = (len(batch), shapes)
-        self._change = ""
-        if signature not in self._seen:
-            self._seen[signature] = None
-            self._change = _difference(self._latest, signature) if self._latest is not None else ""
-        self._latest = signature
+        shapes = {f"{len(batch)} micro-batches with {', '.join(_shapes(each.inputs))}" for each in batch}
+        new = sorted(shapes - self._seen)
+        self._change = f"no step before had {'; '.join(new)}" if new else ""
+        self._seen |= shapes
 
     def ended(self, where: str, step: int) -> None:
         """A step ("step"), an evaluation or a save has been dispatched; the training is at `step`."""
@@ -167,25 +162,13 @@ class RecompilationMonitor:
         return None if counters is None else counters.hits
 
 
-def _shapes(inputs: Any, name: str = "") -> Iterator[tuple[str, tuple[int, ...], str]]:
+def _shapes(inputs: Any, name: str = "") -> Iterator[str]:
     """Name, shape and dtype of every tensor in nested dicts, lists and tuples."""
     if isinstance(inputs, Tensor):
-        yield name or "input", tuple(inputs.shape), str(inputs.dtype).removeprefix("torch.")
+        yield f"{name or 'input'} {list(inputs.shape)} {str(inputs.dtype).removeprefix('torch.')}"
     elif isinstance(inputs, dict):
         for key, value in inputs.items():
             yield from _shapes(value, f"{name}.{key}" if name else str(key))
     elif isinstance(inputs, (list, tuple)):
         for index, value in enumerate(inputs):
             yield from _shapes(value, f"{name}[{index}]")
-
-
-def _difference(before: tuple[int, Shapes], now: tuple[int, Shapes]) -> str:
-    changes = [] if before[0] == now[0] else [f"{now[0]} micro-batches instead of {before[0]}"]
-    for name, shape, dtype in now[1]:
-        if (name, shape, dtype) in before[1]:
-            continue
-        was = " or ".join(f"{list(old)} {kind}" for other, old, kind in before[1] if other == name)
-        changes.append(f"{name} is {list(shape)} {dtype}" + (f" instead of {was}" if was else ", and was absent"))
-    gone = {name for name, _, _ in before[1]} - {name for name, _, _ in now[1]}
-    changes += [f"{name} is absent now" for name in sorted(gone)]
-    return "; ".join(changes)
