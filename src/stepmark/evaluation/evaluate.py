@@ -124,11 +124,12 @@ def _mesh_of(model: nn.Module | str | Path, given: Mesh | None) -> Mesh | None:
     return made.mesh
 
 
-def named_sets(dataset: Any, prefix: str) -> dict[str, Any]:
-    """The evaluation sets by the prefix of their metrics. Raises DataError for an empty set."""
+def named_sets(dataset: Any, prefix: str, argument: str = "dataset") -> dict[str, Any]:
+    """The evaluation sets by the prefix of their metrics. Raises DataError, which names the argument, for an empty
+    one."""
     sets = dataset.items() if isinstance(dataset, Mapping) else [(None, dataset)]
     for name, each in sets:
         if hasattr(each, "__len__") and not len(each):
             which = "the evaluation set" if name is None else f"the evaluation set {name!r}"
-            raise DataError(f"{which} is empty; give one with samples")
+            raise DataError(f"{argument}: {which} is empty; give one with samples")
     return {prefix if name is None else f"{prefix}_{name}": each for name, each in sets}

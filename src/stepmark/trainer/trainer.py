@@ -27,6 +27,7 @@ from stepmark.config.unknown_fields import explains_keywords
 from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.stream_loader import check_readable_again, is_stream
 from stepmark.errors import DataError, UsageError
+from stepmark.evaluation.evaluate import named_sets
 from stepmark.evaluation.evaluator import Evaluator
 from stepmark.evaluation.metrics import check_by_batch
 from stepmark.evaluation.run_options import RunOptions, function_name
@@ -58,7 +59,7 @@ from stepmark.trainer.compat.overrides import (
 )
 from stepmark.trainer.compat.transformers_arguments import check_kinds, converted
 from stepmark.trainer.components import TrainingComponents, count_steps, make_checkpointer, make_step, retention
-from stepmark.trainer.evaluation import EvaluationProgress, TrainerEvaluation, evaluation_sets, logged_evaluation
+from stepmark.trainer.evaluation import EvaluationProgress, TrainerEvaluation, logged_evaluation
 from stepmark.trainer.interruption.peer_watch import HangDetectors
 from stepmark.trainer.loaders import LoaderFactory, ModelColumns, default_collator
 from stepmark.trainer.resume import keep_logical_ranks
@@ -749,7 +750,9 @@ class Trainer:
         dataset = self.eval_dataset if given is None else given
         if dataset is None and self._overridden("get_eval_dataloader"):
             return {"eval": None}
-        sets = evaluation_sets(dataset)
+        if dataset is None:
+            raise UsageError("eval_dataset: evaluation needs one")
+        sets = named_sets(dataset, "eval", "eval_dataset")
         for each in sets.values() if given is None else ():
             check_readable_again("eval_dataset", each)
         return sets
