@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -24,8 +25,8 @@ from stepmark.data.loader.batch import StepBatch
 from stepmark.runtime.base import Runtime
 
 TRACED_STEPS = 2
-OWN = str(Path(stepmark.__file__).parent)
-TORCH = (str(Path(torch.__file__).parent), str(Path(torch.__file__).parent.with_name("torch_xla")))
+OWN = f"{Path(stepmark.__file__).parent}/"
+TORCH = (f"{Path(torch.__file__).parent}/", f"{Path(torch.__file__).parent.with_name('torch_xla')}/")
 
 
 class DeviceReadMonitor:
@@ -73,31 +74,21 @@ class ReadTracer(TorchDispatchMode):
         before = self._transfers()
         result = func(*args, **(kwargs or {}))
         if self._transfers() > before:
-            line = _line_above(sys._getframe().f_back, func)
+            line = _line_outside(walk_stack(sys._getframe().f_back), func)
             if line is not None and line not in self.lines:
                 self.lines.append(line)
         return result
 
 
-def _line_above(frame: FrameType | None, operation: Any) -> str | None:
-    """The innermost line outside torch with the operation's name; None for a line of Stepmark."""
-    while frame is not None and _within(frame, TORCH):
-        frame = frame.f_back
-    if frame is None:
+def _line_outside(stack: Iterable[tuple[FrameType, int]], operation: Any) -> str | None:
+    """The innermost line outside torch, in its file as that is imported, with the operation's name; None for a line of
+    Stepmark."""
+    lines = ((frame.f_code.co_filename, line) for frame, line in stack)
+    file, line = next((each for each in lines if not each[0].startswith(TORCH)), ("", 0))
+    if not file:
         return f"the backward pass ({operation})"
-    if _within(frame, (OWN,)):
-        return None
-    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} ({operation})"
-
-
-def _within(frame: FrameType, folders: tuple[str, ...]) -> bool:
-    return frame.f_code.co_filename.startswith(tuple(f"{folder}/" for folder in folders))
-
-
-def _short(file: str) -> str:
-    """The path as seen from the folder that it is imported from."""
-    roots = [root for root in sys.path if root and file.startswith(f"{root}/")]
-    return file.removeprefix(f"{max(roots, key=len)}/") if roots else file
+    root = max((root for root in sys.path if root and file.startswith(f"{root}/")), key=len, default="")
+    return None if file.startswith(OWN) else f"{file.removeprefix(f'{root}/')}:{line} ({operation})"
 
 
 WARM_UP = 3  # steps of a process that may compile
