@@ -166,19 +166,14 @@ def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
         bound = alpha / (output.shape[-2] * output.shape[-1]) ** 0.5
         return output + (2 * torch.rand_like(output) - 1) * bound if module.training else output
 
-    hook = _input_embeddings(model).register_forward_hook(add_noise)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def _input_embeddings(model: nn.Module) -> nn.Module:
-    find: Any = getattr(unwrapped(model), "get_input_embeddings", None)
-    found = find() if callable(find) else None
+    found = getattr(unwrapped(model), "get_input_embeddings", lambda: None)()
     if not isinstance(found, nn.Module):
         raise UsageError(
             f"neftune_noise_alpha: {type(model).__name__} has no method get_input_embeddings that returns a module; "
             "add one, or leave the argument out"
         )
-    return found
+    hook = found.register_forward_hook(add_noise)
+    try:
+        yield
+    finally:
+        hook.remove()

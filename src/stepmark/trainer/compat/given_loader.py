@@ -51,7 +51,10 @@ class PlainBatches:
             for step in self.loader.again().ahead():
                 if self.evaluates:
                     PlainBatches.iterated, self.rows = self, step.samples
-                yield from (_of_part(each.inputs) for each in step if each.rows or self.evaluates)
+                for each in step:
+                    if each.rows or self.evaluates:
+                        map_tensors(each.inputs, lambda tensor: setattr(tensor, "of_part", True))
+                        yield each.inputs
         finally:
             if PlainBatches.iterated is self:
                 PlainBatches.iterated = None
@@ -282,11 +285,6 @@ class GivenLoader:
         left = {name: each for name, each in others.items() if is_same(now.get(name), begun.get(name))}
         continues = self._position["loader"] is not None and not self._rereads  # torchdata's moves generators on
         set_own_state({**left, **(saved if continues else {})}, self.given)
-
-
-def _of_part(inputs: Any) -> Any:
-    map_tensors(inputs, lambda each: setattr(each, "of_part", True))
-    return inputs
 
 
 class _RandomStream:
