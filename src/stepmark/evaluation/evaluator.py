@@ -225,11 +225,11 @@ class Evaluator:
                 weight = self._weight(micro_batch) if self._has_loss(inputs) else None
                 loss, logits = self._call(inputs, weight, ignore_keys)
                 if weight is None and loss is not None:
-                    loss = weighted_sum(loss, self._weight(micro_batch))
+                    loss = self._weight(micro_batch).of(loss.mean())
                 labels = self._labels(inputs)
             else:
                 mean, logits, labels = self.prediction_step(inputs, loss_only, ignore_keys)
-                loss = None if mean is None else weighted_sum(mean, self._weight(micro_batch))
+                loss = None if mean is None else self._weight(micro_batch).of(mean.to(self.runtime.device).mean())
             if loss_only:  # keep unused values out of the graph's outputs
                 logits = labels = None
             elif self.autocast_dtype is not None:
@@ -340,9 +340,3 @@ class Evaluator:
 def perplexity(loss: float) -> float:
     """exp(loss), infinite on overflow."""
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def weighted_sum(mean: Tensor, weight: Weight) -> Tensor:
-    """The sum of the losses over a batch's targets, 0 without targets; `mean` may be on the host."""
-    mean = mean.to(weight.count.device).mean()
-    return torch.where(weight.count > 0, mean, torch.zeros_like(mean)) * weight.share
