@@ -61,7 +61,7 @@ from stepmark.trainer.compat.transformers_arguments import check_kinds, converte
 from stepmark.trainer.components import TrainingComponents, count_steps, make_checkpointer, make_step, retention
 from stepmark.trainer.evaluation import EvaluationProgress, TrainerEvaluation, logged_evaluation
 from stepmark.trainer.interruption.peer_watch import HangDetectors
-from stepmark.trainer.loaders import LoaderFactory, ModelColumns, default_collator
+from stepmark.trainer.loaders import LoaderFactory, default_collator, model_columns
 from stepmark.trainer.resume import keep_logical_ranks
 from stepmark.trainer.run import Run
 from stepmark.trainer.run_folder.adapters import Adapter
@@ -390,8 +390,8 @@ class Trainer:
         """Sets `_signature_columns`, the columns of a sample that `remove_unused_columns` keeps: those of the model. A
         subclass may set others."""
         if self._signature_columns is None:
-            columns = ModelColumns.of_model(self.model, self._loss.labels)
-            self._signature_columns = None if columns is None else sorted(columns.names)
+            columns = model_columns(self.model, self._loss.labels)
+            self._signature_columns = None if columns is None else sorted(columns)
 
     @property
     def _loaders(self) -> LoaderFactory:
