@@ -109,9 +109,10 @@ class OverriddenLoss:
         loss, outputs = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or (wants_outputs and not isinstance(found, tuple)):
             shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
-            expected = "a loss with one element" + (" and the outputs (return_outputs=True)" if wants_outputs else "")
-            method = f"{type(self._trainer).__name__}.compute_loss"
-            raise UsageError(f"{method} returned a {type(found).__name__}{shape}; return {expected}")
+            raise UsageError(
+                f"{type(self._trainer).__name__}.compute_loss returned a {type(found).__name__}{shape}; return a loss "
+                "with one element, and with return_outputs=True a tuple of it and the outputs"
+            )
         return loss.reshape(()), outputs
 
 
