@@ -99,7 +99,17 @@ class LoaderFactory:
                     "the samples in the dataset"
                 )
             return self._stream(dataset, self.args.per_device_train_batch_size, self.args.dataloader_drop_last)
-        return PlainBatches(self.train_loader(dataset))
+        loader = self._loader(
+            dataset,
+            self.args.per_device_train_batch_size,
+            accumulation=self.args.gradient_accumulation_steps,
+            seed=self.data_seed,
+            shuffle=self.args.train_sampling_strategy != "sequential",
+            lengths=self._lengths(dataset),
+            drop_last=self.args.dataloader_drop_last,
+            fixed_shape=self.mesh.runtime.lazy or (self.args.torch_compile and self._has_one_shape(dataset)),
+        )
+        return PlainBatches(loader)
 
     def sampled_batches(self, dataset: Any, make_sampler: Callable[[], Any]) -> Any:
         """The batches of training data in the order of a sampler; of None in that of the dataset."""
@@ -122,18 +132,6 @@ class LoaderFactory:
             return self._stream(dataset, batch_size)
         loader = self._loader(dataset, batch_size, shuffle=False, fixed_shape=self.mesh.runtime.lazy)
         return PlainBatches(loader, evaluates=True)
-
-    def train_loader(self, dataset: Any) -> DataLoader:
-        return self._loader(
-            dataset,
-            self.args.per_device_train_batch_size,
-            accumulation=self.args.gradient_accumulation_steps,
-            seed=self.data_seed,
-            shuffle=self.args.train_sampling_strategy != "sequential",
-            lengths=self._lengths(dataset),
-            drop_last=self.args.dataloader_drop_last,
-            fixed_shape=self.mesh.runtime.lazy or (self.args.torch_compile and self._has_one_shape(dataset)),
-        )
 
     def _has_one_shape(self, dataset: Any) -> bool:
         """Whether samples have one length, or are padded to stated ones, also where shapes are free."""

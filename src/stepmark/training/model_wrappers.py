@@ -37,7 +37,10 @@ def without_wrapper(model: nn.Module) -> nn.Module:
             "by the training step; pass the module itself"
         )
         return without_wrapper(model.module)
-    _compile_parts_in_place(model)
+    for owner in list(model.modules()):
+        for name, part in owner.named_children():
+            if _is_compiled(part):
+                setattr(owner, name, _compiled_in_place(part))
     for name, module in model.named_modules():
         wrapper = next((each.__name__ for each in type(module).__mro__ if each.__name__ in _UNSUPPORTED), None)
         if wrapper is not None and parallelized(model) is None:
@@ -52,14 +55,6 @@ def without_wrapper(model: nn.Module) -> nn.Module:
 def _is_compiled(module: nn.Module) -> bool:
     """Whether it is what torch.compile returns for a module. Its class is not imported: that takes seconds."""
     return type(module).__name__ == "OptimizedModule" and isinstance(getattr(module, "_orig_mod", None), nn.Module)
-
-
-def _compile_parts_in_place(model: nn.Module) -> None:
-    for name, part in list(model.named_children()):
-        inner = _compiled_in_place(part) if _is_compiled(part) else part
-        if inner is not part:
-            setattr(model, name, inner)
-        _compile_parts_in_place(inner)
 
 
 def _compiled_in_place(compiled: nn.Module) -> nn.Module:
