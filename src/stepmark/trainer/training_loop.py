@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -74,24 +74,20 @@ class _LossSpike(Exception):
     """The run goes back. `args`: the first and the last spike, by step, and the checkpoint from before them."""
 
 
+@dataclass(eq=False, repr=False)
 class TrainingLoop:
     """Moves a run's state from step to step. All that a resumed run needs is in `sections`."""
 
-    def __init__(
-        self,
-        parts: TrainingComponents,
-        callbacks: RunCallbacks,
-        checkpointer: Checkpointer,
-        hooks: RunHooks,
-        mirror: RunMirror,
-        snapshots: MemorySnapshots,
-    ) -> None:
-        self._parts = parts
+    _parts: TrainingComponents
+    _callbacks: RunCallbacks
+    _checkpointer: Checkpointer
+    _hooks: RunHooks
+    _mirror: RunMirror
+    _snapshots: MemorySnapshots
+
+    def __post_init__(self) -> None:
+        parts, callbacks = self._parts, self._callbacks
         self._args = parts.args
-        self._callbacks = callbacks
-        self._checkpointer = checkpointer
-        self._hooks = hooks
-        self._mirror, self._snapshots = mirror, snapshots
         self._monitor = Telemetry(parts, callbacks.run_log)
         self._flos = TotalFlos(parts.model)
         self._losses = LossMeter(parts.context.runtime, self._monitor.anomalies.look, parts.step.experts)
@@ -455,11 +451,11 @@ class TrainingLoop:
             self._first_step = self._step
             callbacks.progress.line(f"loss     {parts.step.loss.weighting(batch[0])}")
         self._learning_rate = float(parts.schedule.get_last_lr()[0])
-        self._monitor.step_begins(self._step + 1, batch, self._learning_rate)
+        self._monitor.step_begins(batch)
         with self._monitor.within_step():
             statistics = parts.step(self._step, batch, hooks)
             enter_phase(BETWEEN)
-            self._losses.add(statistics)
+            self._losses.add(statistics, self._learning_rate)
         if shows_rates(parts.schedule):
             self._learning_rate = float(parts.schedule.get_last_lr()[0])
         if self._snapshots.due(self._step + 1):  # before it counts: so many are repeated at most
@@ -692,7 +688,7 @@ class TrainingLoop:
         self._snapshots.saves(handle)
         self._monitor.save_begun(handle)
         if self._preemption is not None:
-            self._preemption.add_save(handle)
+            self._preemption.saves.append(handle)
 
     def _metadata(self) -> dict[str, Any]:
         """What a checkpoint says of the run, beside its state."""

@@ -90,7 +90,6 @@ class AnomalyDetector:
         self._streak, self._first = 0, 0
         self._message = ""
         self._reported: set[str] = set()
-        self._rates: dict[int, float] = {}
         self._marks: set[int] = set()
         self._last: tuple[float, float] | None = None
         self._same = 0
@@ -98,13 +97,9 @@ class AnomalyDetector:
         self._weights: tuple[int, str] | None = None
         self._loads: deque[tuple[int, Mapping[str, Tensor]]] = deque(maxlen=STARVED_LOGS)
 
-    def begin(self, step: int, rate: float) -> None:
-        """Step number `step`, from 1, begins with this learning rate."""
-        self._rates[step] = rate
-
-    def look(self, step: int, loss: float, tokens: float, norm: float, updated: bool = True) -> None:
-        """Takes the numbers of a step, in order, once they are on the host. `updated`: it changed the weights."""
-        rate = self._rates.pop(step, 0.0)
+    def look(self, step: int, loss: float, tokens: float, norm: float, updated: bool = True, rate: float = 0.0) -> None:
+        """Takes the numbers of a step, in order, once they are on the host. `updated`: it changed the weights; `rate`:
+        its learning rate."""
         if not tokens:
             return
         if not math.isfinite(loss):

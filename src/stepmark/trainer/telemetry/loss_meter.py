@@ -44,9 +44,9 @@ class LossMeter:
     Statistics stay on the device until they are needed, so that a step never waits. A float32 loss times a token
     count is exact in the host's float64, so the mean of one step is that step's loss to the last bit.
 
-    `look(step, loss, tokens, gradient norm, updated)` is called once the numbers of a step are on the host. `experts`:
-    their number in every layer, by the name of the experts' module. `filters`: a loss that is not finite counts as the
-    mean so far.
+    `look(step, loss, tokens, gradient norm, updated, learning rate)` is called once the numbers of a step are on the
+    host. `experts`: their number in every layer, by the name of the experts' module. `filters`: a loss that is not
+    finite counts as the mean so far.
     """
 
     runtime: Runtime
@@ -55,7 +55,7 @@ class LossMeter:
     filters: bool = False
 
     def __post_init__(self) -> None:
-        self._pending: list[StepStatistics] = []
+        self._pending: list[tuple[StepStatistics, float]] = []
         self._loads = torch.zeros(sum(self.experts.values()), dtype=torch.int64)
         self.since_log = {"loss": 0.0, "tokens": 0}
         self.since_start = {"loss": 0.0, "tokens": 0}
@@ -63,20 +63,21 @@ class LossMeter:
         self.last_loss: float | None = None
         self.timed_tokens = 0  # trained by this process since its caller set it to 0
 
-    def add(self, statistics: StepStatistics) -> None:
-        self._pending.append(statistics)
+    def add(self, statistics: StepStatistics, rate: float = 0.0) -> None:
+        """Takes a step's statistics; `rate`: its learning rate."""
+        self._pending.append((statistics, rate))
         if len(self._pending) >= HELD_STEPS:
             self.settle()
 
     def settle(self) -> None:
         """Copies the pending statistics from the device."""
-        fetched = self._fetch([statistics.values for statistics in self._pending])
-        counted = [each.expert_loads for each in self._pending if each.expert_loads is not None]
+        fetched = self._fetch([each.values for each, _ in self._pending])
+        counted = [each.expert_loads for each, _ in self._pending if each.expert_loads is not None]
         for loads in self._fetch(counted) if counted else ():
             self._loads += loads.to(torch.int64)
-        for statistics, values in zip(self._pending, fetched, strict=True):
+        for (statistics, rate), values in zip(self._pending, fetched, strict=True):
             loss, tokens, self.grad_norm = values.tolist()
-            self.look(statistics.step + 1, loss, tokens, self.grad_norm, statistics.updated)
+            self.look(statistics.step + 1, loss, tokens, self.grad_norm, statistics.updated, rate)
             lost = self.filters and not math.isfinite(loss)
             for sums in (self.since_log, self.since_start):
                 sums["loss"] += tokens * (sums["loss"] / max(sums["tokens"], 1) if lost else loss)

@@ -102,11 +102,9 @@ class Telemetry:
             self._recompilations = RecompilationMonitor(self._runtime, self._report_compilation)
             self._device_reads = DeviceReadMonitor(self._runtime, self._report_device_reads)
 
-    def step_begins(self, step: int, batch: StepBatch, rate: float) -> None:
-        """Step number `step`, from 1, begins with this learning rate."""
+    def step_begins(self, batch: StepBatch) -> None:
         if (progress := current()) is not None:
             progress.step_begins()
-        self.anomalies.begin(step, rate)
         if self._recompilations is not None:
             self._recompilations.begin(batch)
 
