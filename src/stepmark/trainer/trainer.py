@@ -640,6 +640,7 @@ class Trainer:
                 "shuffle it with a seed"
             )
         own_loss = self.compute_loss if self._overridden("compute_loss") else self.compute_loss_func
+        around = self._hooks.around_passes if self._overridden("training_step") else None
         return TrainingComponents(
             args=self.args,
             context=self.context,
@@ -649,14 +650,7 @@ class Trainer:
             loader=loader,
             optimizer=optimizer,
             schedule=self.lr_scheduler,
-            step=make_step(
-                self.model,
-                optimizer,
-                self._loss,
-                self.mesh,
-                self.args,
-                self._hooks.around_passes if self._overridden("training_step") else None,
-            ),
+            step=make_step(self.model, optimizer, self._loss, self.mesh, self.args, around),
             total_steps=total_steps,
             identity=own,
             data=getattr(self.train_dataset, "description", None),
@@ -985,7 +979,7 @@ class Trainer:
         Raises:
             StepmarkError: The folder cannot be written to, or the upload fails.
         """
-        if not self._hub.exists():
+        if not self.context.host.broadcast(self._hub.name is not None):
             self.init_hf_repo(token, private)
         self.save_model()
         if self._hub.name is None or extracting_graphs():
