@@ -240,7 +240,7 @@ def train_each(*runs: dict[str, Any]) -> list[dict[str, Any]]:
 
 def weighted_losses(trainer: Trainer) -> list[list[float]]:
     """Loss and target tokens of every step, where every step was logged."""
-    loader = trainer._loaders.train_loader(trainer.train_dataset)
+    loader = trainer._loaders.train_batches(trainer.train_dataset).loader
     tokens: list[int] = []
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     while len(tokens) < len(losses):

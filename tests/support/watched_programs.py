@@ -62,5 +62,5 @@ def compile_late(folder: str) -> list[dict[str, Any]]:
 
 def order_of(trainer: Trainer) -> list[int]:
     """Which sample each step of the first epoch takes."""
-    loader = trainer._loaders.train_loader(trainer.train_dataset)
+    loader = trainer._loaders.train_batches(trainer.train_dataset).loader
     return [int(batch[0].inputs["input_ids"][0, 0]) for batch in loader]

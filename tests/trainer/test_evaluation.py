@@ -12,8 +12,8 @@ from transformers import GPT2LMHeadModel, TrainerCallback
 from stepmark import Trainer, TrainingArguments
 from stepmark.checkpoint.host_memory import _RESERVE as RESERVE
 from stepmark.checkpoint.host_memory import MACHINE
-from stepmark.errors import DataError, PredictionsTooLarge, UsageError
-from stepmark.trainer.evaluation import EvaluationProgress, evaluation_sets, logged_evaluation
+from stepmark.errors import PredictionsTooLarge
+from stepmark.trainer.evaluation import EvaluationProgress, logged_evaluation
 from stepmark.training.pipelined_forward import EvaluationPaused
 from tests.support.programs import Blocks, tiny_model
 
@@ -89,14 +89,6 @@ def test_callbacks_get_the_batches_that_are_evaluated(tmp_path: Path) -> None:
     assert batches.seen == [4, 4, 4, 3, 3, 3]
     trainer.predict(Blocks(2))
     assert batches.seen[6:] == [2]
-
-
-def test_evaluations_need_data() -> None:
-    assert evaluation_sets({"a": [1], "b": [2]}) == {"eval_a": [1], "eval_b": [2]}
-    with pytest.raises(UsageError, match="eval_dataset"):
-        evaluation_sets(None)
-    with pytest.raises(DataError, match="eval_dataset"):
-        evaluation_sets([])
 
 
 def test_the_history_has_an_evaluation_where_all_its_sets_are_logged() -> None:

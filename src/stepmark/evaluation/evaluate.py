@@ -78,7 +78,12 @@ def evaluate(
         CheckpointError: the checkpoint cannot be read.
         UsageError: the model was parallelized for another mesh.
     """
-    mesh = _mesh_of(model, mesh) or Mesh.create(device=device)
+    made = parallelized(model) if isinstance(model, nn.Module) else None
+    if made is not None and mesh is not None and mesh.shape != made.mesh.shape:
+        raise UsageError(
+            f"mesh: the model was parallelized for another one, {made.mesh.shape}; pass that one, or leave mesh out"
+        )
+    mesh = made.mesh if made is not None else mesh or Mesh.create(device=device)
     if isinstance(model, nn.Module):
         model = without_wrapper(model)
         place_module(model, mesh.runtime)
@@ -112,23 +117,12 @@ def evaluate(
     return metrics
 
 
-def _mesh_of(model: nn.Module | str | Path, given: Mesh | None) -> Mesh | None:
-    """The mesh to evaluate on; None: any. Ranks that hold a model together need the same samples."""
-    made = parallelized(model) if isinstance(model, nn.Module) else None
-    if made is None:
-        return given
-    if given is not None and given.shape != made.mesh.shape:
-        raise UsageError(
-            f"mesh: the model was parallelized for another one, {made.mesh.shape}; pass that one, or leave mesh out"
-        )
-    return made.mesh
-
-
-def named_sets(dataset: Any, prefix: str) -> dict[str, Any]:
-    """The evaluation sets by the prefix of their metrics. Raises DataError for an empty set."""
+def named_sets(dataset: Any, prefix: str, argument: str = "dataset") -> dict[str, Any]:
+    """The evaluation sets by the prefix of their metrics. Raises DataError, which names the argument, for an empty
+    one."""
     sets = dataset.items() if isinstance(dataset, Mapping) else [(None, dataset)]
     for name, each in sets:
         if hasattr(each, "__len__") and not len(each):
             which = "the evaluation set" if name is None else f"the evaluation set {name!r}"
-            raise DataError(f"{which} is empty; give one with samples")
+            raise DataError(f"{argument}: {which} is empty; give one with samples")
     return {prefix if name is None else f"{prefix}_{name}": each for name, each in sets}

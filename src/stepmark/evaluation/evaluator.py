@@ -225,11 +225,11 @@ class Evaluator:
                 weight = self._weight(micro_batch) if self._has_loss(inputs) else None
                 loss, logits = self._call(inputs, weight, ignore_keys)
                 if weight is None and loss is not None:
-                    loss = weighted_sum(loss, self._weight(micro_batch))
+                    loss = self._weight(micro_batch).of(loss.mean())
                 labels = self._labels(inputs)
             else:
                 mean, logits, labels = self.prediction_step(inputs, loss_only, ignore_keys)
-                loss = None if mean is None else weighted_sum(mean, self._weight(micro_batch))
+                loss = None if mean is None else self._weight(micro_batch).of(mean.to(self.runtime.device).mean())
             if loss_only:  # keep unused values out of the graph's outputs
                 logits = labels = None
             elif self.autocast_dtype is not None:
@@ -271,16 +271,12 @@ class Evaluator:
 
     def _has_loss(self, inputs: Any) -> bool:
         asked = isinstance(inputs, Mapping) and inputs.get("return_loss") is True
-        known = bool(self.loss.labels.present(inputs)) or asked or returns_loss(self.model)
-        return known or self.needs_no_labels or self._only_for_loss(inputs)
-
-    def _only_for_loss(self, inputs: Any) -> bool:
-        """Whether only an overridden loss can use the batch: the model does not accept all of it."""
-        if self.loss.override is None:
-            return False
-        if not isinstance(inputs, Mapping):
-            return True
-        return not all(accepts(unwrapped(self.model).forward, name) for name in inputs)
+        known = bool(self.loss.labels.present(inputs)) or asked or returns_loss(self.model) or self.needs_no_labels
+        if known or self.loss.override is None:
+            return known
+        # Only an overridden loss can use a batch of which the model does not accept all.
+        forward = unwrapped(self.model).forward
+        return not isinstance(inputs, Mapping) or not all(accepts(forward, name) for name in inputs)
 
     def _labels(self, inputs: Any) -> Any:
         """The batch's labels: one tensor, a tuple where the model has several, or needs none, None without."""
@@ -344,9 +340,3 @@ class Evaluator:
 def perplexity(loss: float) -> float:
     """exp(loss), infinite on overflow."""
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def weighted_sum(mean: Tensor, weight: Weight) -> Tensor:
-    """The sum of the losses over a batch's targets, 0 without targets; `mean` may be on the host."""
-    mean = mean.to(weight.count.device).mean()
-    return torch.where(weight.count > 0, mean, torch.zeros_like(mean)) * weight.share

@@ -38,14 +38,11 @@ def load_function(name: str, flag: str) -> Callable[..., Any]:
     sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and module_name.startswith(error.name):
-            raise UsageError(
-                f"{flag}: no module {module_name!r} was found; run the command in its folder, or install it"
-            ) from error
-        raise UsageError(f"{flag}: {module_name} cannot be imported: {error}") from error
     except Exception as error:  # importing the user's module may raise anything
-        raise UsageError(f"{flag}: {module_name} cannot be imported: {describe(error)}") from error
+        what = f"{module_name} cannot be imported: {describe(error)}"
+        if isinstance(error, ModuleNotFoundError) and error.name and module_name.startswith(error.name):
+            what = f"no module {module_name!r} was found; run the command in its folder, or install it"
+        raise UsageError(f"{flag}: {what}") from error
     finally:
         sys.path.remove(here)
         sys.path += [] if here in sys.path else [here]

@@ -167,15 +167,15 @@ class RunCallbacks:
     def _log_event(self, step: int, logs: Metrics) -> None:
         """Calls `on_log`, of trackers with the values that they do not have yet."""
         new = {name: value for name, value in logs.items() if self._sent.get(name, -1) < step}
-        every, trackers = self.handler.callbacks, self._trackers
-        if not trackers or len(new) == len(logs):
+        if len(new) == len(logs):
             self.event("on_log", logs)
             return
+        every, trackers = self.handler.callbacks, self._trackers
         try:
-            self.handler.callbacks = [each for each in every if each not in trackers]
-            self.event("on_log", logs)
-            self.handler.callbacks = trackers if new else []
-            self.event("on_log", new)
+            others = [each for each in every if each not in trackers]
+            for told, values in ((others, logs), (trackers if new else [], new)):
+                self.handler.callbacks = told
+                self.event("on_log", values)
         finally:
             self.handler.callbacks = every
 

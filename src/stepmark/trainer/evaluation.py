@@ -11,8 +11,7 @@ from typing import Any
 
 from torch.utils.data import Subset
 
-from stepmark.errors import DataError, PeerFailed, PredictionsTooLarge, UsageError
-from stepmark.evaluation.evaluate import named_sets
+from stepmark.errors import PeerFailed, PredictionsTooLarge, UsageError
 from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import by_batch, summarize
 from stepmark.evaluation.prompt_samples import PromptSampler
@@ -100,6 +99,8 @@ class TrainerEvaluation:
         except Exception as raised:
             error = raised
         results: list[Any] = [metrics] if self.compute_metrics is None else self.evaluator.host.all_gather(metrics)
+        if self.pause is not None:
+            self.pause.metrics_failed = None in results
         if error is not None:
             raise error
         if None in results:
@@ -132,28 +133,22 @@ class TrainerEvaluation:
         return dict(pause.completed[key])
 
     def _metrics_of(self, batches: Callable[[], Any], prefix: str, ignore_keys: list[str] | None) -> Metrics:
+        """In training, predictions that memory has become too small for are left out, and so are metrics."""
         gather = self.compute_metrics is not None and not self.args.batch_eval_metrics
-        found = self._run_if_it_fits(batches, gather=gather, ignore_keys=ignore_keys)
+        found = None
         try:
-            metrics = self.metrics(found, prefix)
-        except Exception:
-            if self.pause is not None:
-                self.pause.metrics_failed = True
-            raise
-        if found.loss is None and found.tokens and self.evaluator.prediction_step is None:
-            names = ", ".join(self.evaluator.loss.labels.names)
-            logger.warning("%s: no loss: no input is a label (%s); name those that are in label_names", prefix, names)
-        return metrics
-
-    def _run_if_it_fits(self, batches: Callable[[], Any], *, gather: bool, **options: Any) -> Evaluation:
-        """As `run`. In training, predictions that memory has become too small for are left out, and so are metrics."""
-        try:
-            return self.run(batches(), gather=gather, **options)
+            found = self.run(batches(), gather=gather, ignore_keys=ignore_keys)
         except PredictionsTooLarge as error:
             if self.pause is None:  # outside of training
                 raise
             logger.warning("this evaluation is without compute_metrics: %s", error)
-        return self.run(batches(), gather=False, **options)
+        if found is None:  # once the error is gone, and what it holds
+            found = self.run(batches(), gather=False, ignore_keys=ignore_keys)
+        metrics = self.metrics(found, prefix)
+        if found.loss is None and found.tokens and self.evaluator.prediction_step is None:
+            names = ", ".join(self.evaluator.loss.labels.names)
+            logger.warning("%s: no loss: no input is a label (%s); name those that are in label_names", prefix, names)
+        return metrics
 
     def prompt_sampler(self) -> PromptSampler | None:
         """Continues `sample_prompts`; None without any. Raises UsageError where it cannot."""
@@ -200,17 +195,6 @@ class TrainerEvaluation:
             need = each.check_memory(rows, joined=self.args.eval_do_concat_batches)
             if self.callbacks.run_log.writes:
                 say(f"metrics  predictions of an evaluation take {size(need)} of host memory on each rank")
-
-
-def evaluation_sets(dataset: Any) -> dict[str, Any]:
-    """The sets to evaluate, by the prefix of their metrics. Raises UsageError without data, and DataError where a set
-    is empty."""
-    if dataset is None:
-        raise UsageError("eval_dataset: evaluation needs one")
-    try:
-        return named_sets(dataset, "eval")
-    except DataError as error:
-        raise DataError(f"eval_dataset: {error}, or set eval_strategy: no") from error
 
 
 def logged_evaluation(

@@ -33,49 +33,40 @@ logger = logging.getLogger("stepmark")
 _told: set[tuple[str, str]] = set()
 
 
-@dataclass(frozen=True)
-class ModelColumns:
-    """The columns of a sample that reach a model: `names`. `others_read`: a user's loss or collator may want the other
-    ones, so dropping them is a warning."""
+def model_columns(model: nn.Module, labels: LabelRule) -> frozenset[str] | None:
+    """The columns of a sample that reach a model: the arguments of its forward, and the labels; None, for all, where it
+    takes any argument. The models of transformers take further arguments for their attention and loss only, which are
+    not columns."""
+    inner = unwrapped(model)
+    parameters = inspect.signature(inner.forward).parameters.values()
+    named = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    takes_any = len(named) < len(parameters)
+    if takes_any and not (named and isinstance(inner, PreTrainedModel)):
+        return None
+    return frozenset((*named, *labels.names, *ALWAYS))
 
-    model: nn.Module
-    names: frozenset[str]
-    others_read: bool = False
 
-    @classmethod
-    def of_model(cls, model: nn.Module, labels: LabelRule, *, others_read: bool = False) -> ModelColumns | None:
-        """The arguments of the model's forward, and the labels; None, for all, where it takes any argument. The models
-        of transformers take further arguments for their attention and loss only, which are not columns."""
-        inner = unwrapped(model)
-        parameters = inspect.signature(inner.forward).parameters.values()
-        named = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-        takes_any = len(named) < len(parameters)
-        if takes_any and not (named and isinstance(inner, PreTrainedModel)):
-            return None
-        return cls(inner, frozenset((*named, *labels.names, *ALWAYS)), others_read)
+def used_columns(sample: Any, names: frozenset[str], model: str, *, others_read: bool) -> Any:
+    """The sample, a mapping without the columns that are not in `names`, or anything else as it is. `others_read`: a
+    user's loss or collator may want these, so dropping them is a warning. `model`: the class that does not take them.
 
-    def of(self, sample: Any) -> Any:
-        """The sample, a mapping without the other columns, or anything else as it is. Raises DataError where no column
-        is left."""
-        if not isinstance(sample, Mapping) or self.names.issuperset(sample):
-            return sample
-        used = {name: value for name, value in sample.items() if name in self.names}
-        ignored, model = ", ".join(str(name) for name in sample if name not in self.names), type(self.model).__name__
-        if not used:
-            raise DataError(
-                f"the dataset's columns ({ignored}) are not among the arguments of {model}.forward; rename them, "
-                "or set remove_unused_columns: false for a data_collator that reads them"
-            )
-        if (model, ignored) not in _told:  # once per process: each evaluation has a loader of its own
-            _told.add((model, ignored))
-            columns = f"columns that {model}.forward does not take are"
-            for_others = "left out, also for compute_loss and data_collator"
-            if self.others_read:
-                remedy = "set remove_unused_columns: false to keep them"
-                logger.warning("%s %s: %s; %s", columns, for_others, ignored, remedy)
-            else:
-                logger.info("%s ignored: %s", columns, ignored)
-        return used
+    Raises DataError where no column is left.
+    """
+    if not isinstance(sample, Mapping) or names.issuperset(sample):
+        return sample
+    used = {name: value for name, value in sample.items() if name in names}
+    ignored = ", ".join(str(name) for name in sample if name not in names)
+    if not used:
+        raise DataError(
+            f"the dataset's columns ({ignored}) are not among the arguments of {model}.forward; rename them, or set "
+            "remove_unused_columns: false for a data_collator that reads them"
+        )
+    if (model, ignored) not in _told:  # once per process: each evaluation has a loader of its own
+        _told.add((model, ignored))
+        told = f"columns that {model}.forward does not take are left out, also for compute_loss and data_collator"
+        remedy = "set remove_unused_columns: false to keep them"
+        logger.log(logging.WARNING if others_read else logging.INFO, "%s: %s; %s", told, ignored, remedy)
+    return used
 
 
 TrainLoader = DataLoader | GivenLoader
@@ -108,7 +99,17 @@ class LoaderFactory:
                     "the samples in the dataset"
                 )
             return self._stream(dataset, self.args.per_device_train_batch_size, self.args.dataloader_drop_last)
-        return PlainBatches(self.train_loader(dataset))
+        loader = self._loader(
+            dataset,
+            self.args.per_device_train_batch_size,
+            accumulation=self.args.gradient_accumulation_steps,
+            seed=self.data_seed,
+            shuffle=self.args.train_sampling_strategy != "sequential",
+            lengths=self._lengths(dataset),
+            drop_last=self.args.dataloader_drop_last,
+            fixed_shape=self.mesh.runtime.lazy or (self.args.torch_compile and self._has_one_shape(dataset)),
+        )
+        return PlainBatches(loader)
 
     def sampled_batches(self, dataset: Any, make_sampler: Callable[[], Any]) -> Any:
         """The batches of training data in the order of a sampler; of None in that of the dataset."""
@@ -131,18 +132,6 @@ class LoaderFactory:
             return self._stream(dataset, batch_size)
         loader = self._loader(dataset, batch_size, shuffle=False, fixed_shape=self.mesh.runtime.lazy)
         return PlainBatches(loader, evaluates=True)
-
-    def train_loader(self, dataset: Any) -> DataLoader:
-        return self._loader(
-            dataset,
-            self.args.per_device_train_batch_size,
-            accumulation=self.args.gradient_accumulation_steps,
-            seed=self.data_seed,
-            shuffle=self.args.train_sampling_strategy != "sequential",
-            lengths=self._lengths(dataset),
-            drop_last=self.args.dataloader_drop_last,
-            fixed_shape=self.mesh.runtime.lazy or (self.args.torch_compile and self._has_one_shape(dataset)),
-        )
 
     def _has_one_shape(self, dataset: Any) -> bool:
         """Whether samples have one length, or are padded to stated ones, also where shapes are free."""
@@ -228,16 +217,15 @@ class LoaderFactory:
     @cached_property
     def _prepare(self) -> Callable[[Any], Any] | None:
         """Leaves out the columns of a sample that are not used; None where all are."""
-        if not self.args.remove_unused_columns:
+        known = model_columns(self.model, self.loss.labels) if self.signature is None else self.signature
+        if not self.args.remove_unused_columns or known is None:
             return None
-        if self.signature is not None:
-            return ModelColumns(self.model, self.signature, others_read=False).of
-        collator, others_read = self.data_collator, self.loss.override is not None
+        collator, read = self.data_collator, self.loss.override is not None
         if collator is not None and not isinstance(collator, PadTo):
             module = getattr(collator, "__module__", None) or type(collator).__module__
-            others_read |= str(module).partition(".")[0] != "transformers"
-        columns = ModelColumns.of_model(self.model, self.loss.labels, others_read=others_read)
-        return None if columns is None else columns.of
+            read |= str(module).partition(".")[0] != "transformers"
+        model = type(unwrapped(self.model)).__name__
+        return partial(used_columns, names=known, model=model, others_read=read and self.signature is None)
 
 
 def _check_training_data(dataset: Any) -> None:

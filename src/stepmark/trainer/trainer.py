@@ -27,6 +27,7 @@ from stepmark.config.unknown_fields import explains_keywords
 from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.stream_loader import check_readable_again, is_stream
 from stepmark.errors import DataError, UsageError
+from stepmark.evaluation.evaluate import named_sets
 from stepmark.evaluation.evaluator import Evaluator
 from stepmark.evaluation.metrics import check_by_batch
 from stepmark.evaluation.run_options import RunOptions, function_name
@@ -52,16 +53,15 @@ from stepmark.trainer.compat.overrides import (
     check_assignment,
     check_overrides,
     check_pipeline,
-    hooks_of,
     overrides,
-    refuse_missing_hooks,
+    own_methods,
     sampler_of,
 )
 from stepmark.trainer.compat.transformers_arguments import check_kinds, converted
 from stepmark.trainer.components import TrainingComponents, count_steps, make_checkpointer, make_step, retention
-from stepmark.trainer.evaluation import EvaluationProgress, TrainerEvaluation, evaluation_sets, logged_evaluation
+from stepmark.trainer.evaluation import EvaluationProgress, TrainerEvaluation, logged_evaluation
 from stepmark.trainer.interruption.peer_watch import HangDetectors
-from stepmark.trainer.loaders import LoaderFactory, ModelColumns, default_collator
+from stepmark.trainer.loaders import LoaderFactory, default_collator, model_columns
 from stepmark.trainer.resume import keep_logical_ranks
 from stepmark.trainer.run import Run
 from stepmark.trainer.run_folder.adapters import Adapter
@@ -169,7 +169,7 @@ class Trainer:
     def __init_subclass__(cls, **options: Any) -> None:
         """Raises UsageError where the class overrides a method that would never be called."""
         super().__init_subclass__(**options)
-        check_overrides(cls, _OWN_HOOKS)
+        check_overrides(cls, _OWN_METHODS)
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class Trainer:
         *,
         run: Run | None = None,
     ) -> None:
-        check_overrides(type(self), _OWN_HOOKS)
+        check_overrides(type(self), _OWN_METHODS)
         self.args: TrainingArguments = converted(args, self.arguments_class)
         self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
         self._memory_tracker.start()
@@ -265,7 +265,7 @@ class Trainer:
 
     def _overridden(self, name: str) -> bool:
         """Whether a subclass, or an attribute that was set, replaces a method."""
-        return overrides(self, _OWN_HOOKS, name)
+        return overrides(self, _OWN_METHODS, name)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device | str) -> None:
         """Moves a model of a script's own, such as a teacher, to a device, where tied weights stay tied."""
@@ -390,8 +390,8 @@ class Trainer:
         """Sets `_signature_columns`, the columns of a sample that `remove_unused_columns` keeps: those of the model. A
         subclass may set others."""
         if self._signature_columns is None:
-            columns = ModelColumns.of_model(self.model, self._loss.labels)
-            self._signature_columns = None if columns is None else sorted(columns.names)
+            columns = model_columns(self.model, self._loss.labels)
+            self._signature_columns = None if columns is None else sorted(columns)
 
     @property
     def _loaders(self) -> LoaderFactory:
@@ -644,6 +644,7 @@ class Trainer:
                 "shuffle it with a seed"
             )
         own_loss = self.compute_loss if self._overridden("compute_loss") else self.compute_loss_func
+        around = self._hooks.around_passes if self._overridden("training_step") else None
         return TrainingComponents(
             args=self.args,
             context=self.context,
@@ -653,14 +654,7 @@ class Trainer:
             loader=loader,
             optimizer=optimizer,
             schedule=self.lr_scheduler,
-            step=make_step(
-                self.model,
-                optimizer,
-                self._loss,
-                self.mesh,
-                self.args,
-                self._hooks.around_passes if self._overridden("training_step") else None,
-            ),
+            step=make_step(self.model, optimizer, self._loss, self.mesh, self.args, around),
             total_steps=total_steps,
             identity=own,
             data=getattr(self.train_dataset, "description", None),
@@ -754,7 +748,9 @@ class Trainer:
         dataset = self.eval_dataset if given is None else given
         if dataset is None and self._overridden("get_eval_dataloader"):
             return {"eval": None}
-        sets = evaluation_sets(dataset)
+        if dataset is None:
+            raise UsageError("eval_dataset: evaluation needs one")
+        sets = named_sets(dataset, "eval", "eval_dataset")
         for each in sets.values() if given is None else ():
             check_readable_again("eval_dataset", each)
         return sets
@@ -987,7 +983,7 @@ class Trainer:
         Raises:
             StepmarkError: The folder cannot be written to, or the upload fails.
         """
-        if not self._hub.exists():
+        if not self.context.host.broadcast(self._hub.name is not None):
             self.init_hf_repo(token, private)
         self.save_model()
         if self._hub.name is None or extracting_graphs():
@@ -1081,5 +1077,4 @@ class Trainer:
                 replace_file(Path(self.args.output_dir) / TRAINER_STATE, self._callbacks.encode_state())
 
 
-refuse_missing_hooks(Trainer)
-_OWN_HOOKS = hooks_of(Trainer)
+_OWN_METHODS = own_methods(Trainer)

@@ -254,20 +254,20 @@ class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields)
 
         host = start(self.device_name, self.join_timeout).host
         first = (self.local_process_index if local else self.process_index) == 0
-        failed: BaseException | None = None
+        said: str | None = None
         if first:
             try:
                 yield
             except BaseException as error:
-                failed = error
-        failures = host.all_gather(None if failed is None else f"rank {self.process_index}: {failed}")
-        if failed is not None:
-            raise failed
-        if not first:
-            said = next((each for each in failures if each is not None), None)
-            if said is not None:
-                raise UsageError(f"main_process_first: {desc} has failed on {said}")
-            yield
+                said = f"rank {self.process_index}: {error}"
+                raise
+            finally:
+                host.all_gather(said)
+            return
+        said = next(filter(None, host.all_gather(said)), None)
+        if said is not None:
+            raise UsageError(f"main_process_first: {desc} has failed on {said}")
+        yield
 
     # Numbers
 

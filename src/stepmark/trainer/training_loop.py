@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +23,7 @@ from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.prefetcher import DevicePrefetcher
 from stepmark.errors import DataError, PeerLost, TrainingDiverged, UsageError
 from stepmark.filesystem.json_files import finite_number
-from stepmark.launch.signal_listener import RunInterrupted, how_to_go_on
+from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.launch.step_board import StepPlace, show_step
 from stepmark.liveness.process_exit import say
 from stepmark.liveness.progress import BETWEEN, END, enter_phase
@@ -35,13 +35,13 @@ from stepmark.trainer.callbacks import RunCallbacks, end_run, is_better
 from stepmark.trainer.components import TrainingComponents
 from stepmark.trainer.evaluation import EvaluationProgress
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
-from stepmark.trainer.interruption.run_end import reason_to_stop, record_end, withdraw
+from stepmark.trainer.interruption.run_end import reason_to_stop, record_end, record_stop, withdraw
 from stepmark.trainer.resume import ARITHMETIC, arithmetic_of, locate_best, restore_run
 from stepmark.trainer.run_folder.memory_snapshots import MemorySnapshots
 from stepmark.trainer.run_folder.output_folder import check_start, set_aside_earlier_attempt, set_aside_finished_run
 from stepmark.trainer.run_folder.run_log import POSITION
 from stepmark.trainer.run_folder.run_mirror import RunMirror
-from stepmark.trainer.run_folder.status import DONE, INTERRUPTED, RunStatus
+from stepmark.trainer.run_folder.status import DONE, RunStatus
 from stepmark.trainer.run_folder.time_spent import KEPT, TimeSpent
 from stepmark.trainer.run_hooks import RunHooks
 from stepmark.trainer.telemetry.banner import banner
@@ -74,24 +74,20 @@ class _LossSpike(Exception):
     """The run goes back. `args`: the first and the last spike, by step, and the checkpoint from before them."""
 
 
+@dataclass(eq=False, repr=False)
 class TrainingLoop:
     """Moves a run's state from step to step. All that a resumed run needs is in `sections`."""
 
-    def __init__(
-        self,
-        parts: TrainingComponents,
-        callbacks: RunCallbacks,
-        checkpointer: Checkpointer,
-        hooks: RunHooks,
-        mirror: RunMirror,
-        snapshots: MemorySnapshots,
-    ) -> None:
-        self._parts = parts
+    _parts: TrainingComponents
+    _callbacks: RunCallbacks
+    _checkpointer: Checkpointer
+    _hooks: RunHooks
+    _mirror: RunMirror
+    _snapshots: MemorySnapshots
+
+    def __post_init__(self) -> None:
+        parts, callbacks = self._parts, self._callbacks
         self._args = parts.args
-        self._callbacks = callbacks
-        self._checkpointer = checkpointer
-        self._hooks = hooks
-        self._mirror, self._snapshots = mirror, snapshots
         self._monitor = Telemetry(parts, callbacks.run_log)
         self._flos = TotalFlos(parts.model)
         self._losses = LossMeter(parts.context.runtime, self._monitor.anomalies.look, parts.step.experts)
@@ -455,11 +451,11 @@ class TrainingLoop:
             self._first_step = self._step
             callbacks.progress.line(f"loss     {parts.step.loss.weighting(batch[0])}")
         self._learning_rate = float(parts.schedule.get_last_lr()[0])
-        self._monitor.step_begins(self._step + 1, batch, self._learning_rate)
+        self._monitor.step_begins(batch)
         with self._monitor.within_step():
             statistics = parts.step(self._step, batch, hooks)
             enter_phase(BETWEEN)
-            self._losses.add(statistics)
+            self._losses.add(statistics, self._learning_rate)
         if shows_rates(parts.schedule):
             self._learning_rate = float(parts.schedule.get_last_lr()[0])
         if self._snapshots.due(self._step + 1):  # before it counts: so many are repeated at most
@@ -507,13 +503,15 @@ class TrainingLoop:
 
     def _show_progress(self) -> None:
         progress = self._callbacks.progress
-        if not progress.due():
+        due = progress.due()
+        if due:
+            self._losses.settle()
+        if not due or self._losses.last_loss is None:
             progress.step(self._step)
             return
-        self._losses.settle()
         progress.unit = self._unit()
         speed = self._losses.timed_tokens / self._monitor.timers.training()
-        progress.step(self._step, self._losses.last_loss, speed)
+        progress.step(self._step, {"loss": self._losses.last_loss, "tokens_per_second": speed})
 
     def _unit(self) -> str:
         """What the targets are: those of classes, numbers and other labels of whole samples are samples."""
@@ -531,7 +529,7 @@ class TrainingLoop:
         self._losses.timed_tokens = 0
         machine = self._monitor.log_fields(seconds)
         machine["target_tokens"] = self._losses.since_start["tokens"]
-        loads = self._losses.loads.take()
+        loads = self._losses.take_loads()
         self._monitor.anomalies.loads(self._step, loads)
         over_layers, of_layers = load_fields(loads)
         machine |= of_layers
@@ -545,7 +543,7 @@ class TrainingLoop:
         cache = self._parts.context.runtime.cache_counters()
         if cache is not None:
             log |= {"graph_cache_hits": cache.hits, "graph_cache_misses": cache.misses}
-        self._callbacks.progress.logged(self._step, log)
+        self._callbacks.progress.step(self._step, log)
         self._callbacks.log(log, machine)
         self._callbacks.control.should_log = False
         self._check_finite()
@@ -690,7 +688,7 @@ class TrainingLoop:
         self._snapshots.saves(handle)
         self._monitor.save_begun(handle)
         if self._preemption is not None:
-            self._preemption.add_save(handle)
+            self._preemption.saves.append(handle)
 
     def _metadata(self) -> dict[str, Any]:
         """What a checkpoint says of the run, beside its state."""
@@ -734,7 +732,7 @@ class TrainingLoop:
         if not self._args.save_on_signal:
             yield
             return
-        announce = self._announce_stop, self._announce_end
+        announce = self._announce_stop, partial(record_stop, self._callbacks)
         with PreemptionCoordinator(self._parts.context, self._args.signal_grace, *announce) as self._preemption:
             try:
                 yield
@@ -750,11 +748,6 @@ class TrainingLoop:
         if self._callbacks.run_log.writes:
             say(f"interrupted by {reason}{more}")
         self._callbacks.run_log.stopping(self._step, reason)
-
-    def _announce_end(self, reason: str) -> None:
-        if self._callbacks.run_log.writes:
-            say(f"interrupted by {reason}\n{how_to_go_on(self._args.resume_from_checkpoint)}")
-        self._callbacks.run_log.try_status(INTERRUPTED, self._step, reason)
 
     def _stop_if_asked(self) -> None:
         """Before a step: where the run is to stop here, saves what is not saved, and raises RunInterrupted."""

@@ -98,7 +98,8 @@ def restore_schedule(schedule: LRScheduler, state: Mapping[str, Any], rates: lis
         step = state.get("step", state.get("last_epoch"))
         if type(step) is not int:
             raise UsageError("lr_scheduler_type: the checkpoint's schedule is not one that follows from the step")
-        place_at(schedule, step)
+        schedule.last_epoch, schedule._last_lr = step, _at(schedule, step)
+        _set_rates(schedule, schedule._last_lr)
         if "last_rates" in state:  # else they are those of the step
             _set_rates(schedule, rates)
             schedule._last_lr = list(state["last_rates"])
@@ -112,13 +113,8 @@ def restore_schedule(schedule: LRScheduler, state: Mapping[str, Any], rates: lis
     _set_rates(schedule, rates)
 
 
-def place_at(schedule: LambdaLR, step: int) -> None:
-    """Sets the learning rates as `step` calls of `schedule.step()` would."""
-    schedule.last_epoch, schedule._last_lr = step, _at(schedule, step)
-    _set_rates(schedule, schedule._last_lr)
-
-
 def _at(schedule: LambdaLR, step: int) -> list[float]:
+    """The learning rates after so many calls of `schedule.step()`."""
     return [base * function(step) for base, function in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
 
 

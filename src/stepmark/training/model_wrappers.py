@@ -13,7 +13,10 @@ from stepmark.parallel.parallelize import parallelized
 
 logger = logging.getLogger("stepmark")
 
-_UNSUPPORTED = ("DataParallel", "FullyShardedDataParallel", "FSDPModule", "XlaFullyShardedDataParallel")
+_UNSUPPORTED = {
+    *("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"),
+    "XlaFullyShardedDataParallel",
+}
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:
@@ -34,9 +37,12 @@ def without_wrapper(model: nn.Module) -> nn.Module:
             "by the training step; pass the module itself"
         )
         return without_wrapper(model.module)
-    _compile_parts_in_place(model)
+    for owner in list(model.modules()):
+        for name, part in owner.named_children():
+            if _is_compiled(part):
+                setattr(owner, name, _compiled_in_place(part))
     for name, module in model.named_modules():
-        wrapper = _wrapper(module)
+        wrapper = next((each.__name__ for each in type(module).__mro__ if each.__name__ in _UNSUPPORTED), None)
         if wrapper is not None and parallelized(model) is None:
             where = f" (its part {name!r})" if name else ""
             raise UsageError(
@@ -46,24 +52,9 @@ def without_wrapper(model: nn.Module) -> nn.Module:
     return model
 
 
-def _wrapper(module: nn.Module) -> str | None:
-    """The name of the wrapper that a module is, if it is one."""
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        return "DistributedDataParallel"
-    return next((each.__name__ for each in type(module).__mro__ if each.__name__ in _UNSUPPORTED), None)
-
-
 def _is_compiled(module: nn.Module) -> bool:
     """Whether it is what torch.compile returns for a module. Its class is not imported: that takes seconds."""
     return type(module).__name__ == "OptimizedModule" and isinstance(getattr(module, "_orig_mod", None), nn.Module)
-
-
-def _compile_parts_in_place(model: nn.Module) -> None:
-    for name, part in list(model.named_children()):
-        inner = _compiled_in_place(part) if _is_compiled(part) else part
-        if inner is not part:
-            setattr(model, name, inner)
-        _compile_parts_in_place(inner)
 
 
 def _compiled_in_place(compiled: nn.Module) -> nn.Module:

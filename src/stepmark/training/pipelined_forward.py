@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -25,25 +26,23 @@ class EvaluationPaused(Exception):
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True)
 class StageCalls:
     """Calls of stages without a loss: with the batch without its labels."""
 
-    def __init__(self, stages: StagedModel, loss: MicroBatchLoss) -> None:
-        self._stages = stages
-        self._recording = loss.recording
-        self._left_out = {"labels", "shift_labels", *loss.labels.names}
+    stages: StagedModel
+    loss: MicroBatchLoss
 
     def __call__(self, stage: int, received: Callable[[], Tensor] | None, batch: MicroBatch) -> Tensor:
         """See `StagedModel.hidden_states`."""
         inputs = self.inputs(batch)
-        with self._recording(inputs):
-            return self._stages.hidden_states(stage, received, lambda: self._stages.model(**inputs))
+        with self.loss.recording(inputs):
+            return self.stages.hidden_states(stage, received, lambda: self.stages.model(**inputs))
 
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
-        inputs: Mapping[str, Any] = batch.inputs
-        check_mapping(inputs)
-        kept = {name: value for name, value in inputs.items() if name not in self._left_out}
-        return {**kept, "use_cache": False}
+        check_mapping(batch.inputs)
+        left_out = {"labels", "shift_labels", *self.loss.labels.names}
+        return {**{name: each for name, each in batch.inputs.items() if name not in left_out}, "use_cache": False}
 
 
 class PipelinedForward:
@@ -67,23 +66,14 @@ class PipelinedForward:
     ) -> Iterator[tuple[MicroBatch, Result | None]]:
         """Runs the batches, in order, which are the same on all ranks of a pipeline. Yields each with what `compute`,
         which calls the complete model, has returned on the last stage; on other ranks with None."""
-        waiting: deque[MicroBatch] = deque()
-        for batch in self._source(batches):
-            waiting.append(batch)
-            if len(waiting) == self._group:
-                yield from self._run(list(waiting), compute)
-                waiting.clear()
-        yield from self._run(list(waiting), compute)
-        self._transfers.settle()
-
-    def _source(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """The batches. Where the evaluation is stopped between two of them, what this rank has sent still arrives: the
-        other ranks stop before the same batch, and may be behind."""
+        source = iter(batches)
         try:
-            yield from batches
+            while group := list(islice(source, self._group)):
+                yield from self._run(group, compute)
         except EvaluationPaused:
-            self._transfers.settle()
+            self._transfers.settle()  # what this rank has sent still arrives: others stop later, at the same batch
             raise
+        self._transfers.settle()
 
     @property
     def _group(self) -> int:

@@ -52,24 +52,9 @@ class Weight:
     count: Tensor
     divisor: Tensor
 
-    @property
-    def share(self) -> Tensor:
-        """The micro-batch's part of the step's mean."""
-        return self.count / self.divisor
-
-
-@dataclass(frozen=True)
-class _Result:
-    """The result of a call: the mean over a micro-batch's targets, or with `is_sum` their sum, and the outputs."""
-
-    loss: Tensor
-    outputs: Any
-    is_sum: bool = False
-
-    def weighted(self, weight: Weight) -> Tensor:
-        if self.is_sum:
-            return self.loss / weight.divisor
-        return torch.where(weight.count > 0, self.loss, torch.zeros_like(self.loss)) * weight.share
+    def of(self, mean: Tensor) -> Tensor:
+        """The part of a micro-batch's mean loss in the step's; 0 without targets."""
+        return torch.where(self.count > 0, mean, torch.zeros_like(mean)) * (self.count / self.divisor)
 
 
 class MicroBatchLoss:
@@ -177,8 +162,13 @@ class MicroBatchLoss:
 
         Raises UsageError if the model returns no loss.
         """
-        result = self._result(model, inputs, weight.count)
-        return result.weighted(weight), result.outputs
+        self._check_declared(inputs)
+        if self.override is None:
+            return self._without_override(model, inputs, weight)
+        with self.recording(inputs):
+            given = with_targets(self.labels, inputs, weight.count) if isinstance(inputs, Mapping) else inputs
+            loss, outputs = self.override(model, given, weight.count.clamp(min=1))
+            return weight.of(loss), loss_beside(outputs)[1]
 
     def _is_open(self, inputs: Any) -> bool:
         """Whether nothing says which labels of this batch are targets."""
@@ -196,23 +186,13 @@ class MicroBatchLoss:
             self._said = True
             logger.warning("%s", _UNDECLARED)
 
-    def _result(self, model: nn.Module, inputs: Any, count: Tensor) -> _Result:
-        self._check_declared(inputs)
-        if self.override is None:
-            return self._own_result(model, inputs, count)
-        with self.recording(inputs):
-            given = with_targets(self.labels, inputs, count) if isinstance(inputs, Mapping) else inputs
-            loss, outputs = self.override(model, given, count.clamp(min=1))
-            return _Result(loss, loss_beside(outputs)[1])
-
     def mean(self, model: nn.Module, inputs: Mapping[str, Any], num_items: Tensor | float | None = None) -> Any:
         """The loss of one batch, without `override`, and the outputs: a mean over its targets, or their sum divided by
         `num_items`."""
         count = self.targets(inputs)
         items = count if num_items is None else torch.as_tensor(num_items, dtype=torch.float32, device=count.device)
         self._check_declared(inputs)
-        result = self._own_result(model, inputs, items)
-        return result.weighted(Weight(items, items)), result.outputs
+        return self._without_override(model, inputs, Weight(items, items))
 
     def targets(self, inputs: Mapping[str, Any]) -> Tensor:
         """The targets of a batch, or its samples where no labels can be counted: a 0-dim float32 tensor, at least 1,
@@ -226,20 +206,26 @@ class MicroBatchLoss:
             labels = labels[..., 1:]
         return (labels != self.labels.ignored).sum().float().clamp(min=1)
 
-    def _own_result(self, model: nn.Module, inputs: Mapping[str, Any], count: Tensor) -> _Result:
+    def _without_override(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
         check_mapping(inputs)
+        count = weight.count
         with self.recording(inputs):
             if self._compute is not None:
                 given = with_targets(self.labels, inputs, count) if "labels" in inputs else inputs
                 outputs = self._call_without_labels(model, inputs, given)
                 loss = self._compute(outputs, given.get("labels"), num_items_in_batch=count.clamp(min=1))
-                return _Result(loss, outputs)
+                return weight.of(loss), outputs
             if "labels" in inputs and self._smoothing:
-                return self._smoothed(model, inputs)
+                if self.labels.by_sample:
+                    raise UsageError("label_smoothing_factor: the smoothed loss is no mean over samples; set it to 0")
+                outputs = self._call_without_labels(model, inputs, inputs)
+                logits, labels = logits_of(outputs), inputs["labels"]
+                loss = smoothed_cross_entropy(logits, labels, self._smoothing, self.causal_shift)
+                return loss / weight.divisor, outputs
             given = with_targets(self.labels, inputs, count)
             items = {"num_items_in_batch": count.clamp(min=1)} if self._names_items else {}
             loss, outputs = split_loss(model(**given, **self._options, **items))
-            return _Result(loss / count.clamp(min=1) if self._sums_samples else loss, outputs)
+            return weight.of(loss / count.clamp(min=1) if self._sums_samples else loss), outputs
 
     def recording(self, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Around a call of the model, whose library then reads no values of the device."""
@@ -248,14 +234,12 @@ class MicroBatchLoss:
     def _call_without_labels(self, model: nn.Module, inputs: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
         """The outputs for `given`: without labels the model computes no loss."""
         rest = {name: value for name, value in given.items() if name != "labels"}
-        return model(**rest, **_decoder_inputs(model, inputs), **self._options)
-
-    def _smoothed(self, model: nn.Module, inputs: Mapping[str, Any]) -> _Result:
-        if self.labels.by_sample:
-            raise UsageError("label_smoothing_factor: the smoothed loss is no mean over samples; set it to 0")
-        outputs = self._call_without_labels(model, inputs, inputs)
-        loss = smoothed_cross_entropy(logits_of(outputs), inputs["labels"], self._smoothing, self.causal_shift)
-        return _Result(loss, outputs, is_sum=True)
+        # An encoder-decoder derives its decoder's inputs from labels.
+        prepare = getattr(unwrapped(model), "prepare_decoder_input_ids_from_labels", None)
+        has_own = {"decoder_input_ids", "decoder_inputs_embeds"} & inputs.keys()
+        if prepare is not None and "labels" in inputs and not has_own:
+            rest["decoder_input_ids"] = prepare(inputs["labels"])
+        return model(**rest, **self._options)
 
 
 def check_mapping(inputs: Any) -> None:
@@ -313,11 +297,9 @@ def loss_beside(outputs: Any) -> tuple[Tensor | None, Any]:
 
 def logits_of(outputs: Any) -> Tensor:
     """The logits of a model that was called without labels; the first value of a tuple."""
-    if isinstance(outputs, Mapping) and "logits" in outputs:
-        return outputs["logits"]
     if isinstance(outputs, (tuple, list)):
         return outputs[0]
-    return outputs if isinstance(outputs, Tensor) else outputs.logits
+    return outputs["logits"] if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
 
 
 def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, causal_shift: bool) -> Tensor:
@@ -327,28 +309,15 @@ def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, cau
     Labels of floating point, (batch, classes), are probabilities of independent classes: the sum over samples of the
     mean binary cross entropy, smoothed towards one half. Raises UsageError for other labels.
     """
-    if labels.is_floating_point():
-        return _smoothed_binary_cross_entropy(logits, labels, smoothing)
-    if causal_shift:
-        logits, labels = logits[..., :-1, :], labels[..., 1:]
-    flat = logits.float().reshape(-1, logits.shape[-1])
-    return F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
-
-
-def _smoothed_binary_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
-    if labels.ndim != 2 or labels.shape != logits.shape:
+    if labels.is_floating_point() and (labels.ndim != 2 or labels.shape != logits.shape):
         raise UsageError(
             f"label_smoothing_factor: labels of type {labels.dtype} and shape {tuple(labels.shape)} are not classes; "
             "set it to 0 for a regression"
         )
-    targets = labels.float() * (1 - smoothing) + smoothing / 2
-    return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").mean(1).sum()
-
-
-def _decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The decoder inputs that an encoder-decoder derives from labels, for a call without labels."""
-    prepare = getattr(unwrapped(model), "prepare_decoder_input_ids_from_labels", None)
-    given = {"decoder_input_ids", "decoder_inputs_embeds"} & inputs.keys()
-    if prepare is None or given or "labels" not in inputs:
-        return {}
-    return {"decoder_input_ids": prepare(inputs["labels"])}
+    if labels.is_floating_point():
+        targets = labels.float() * (1 - smoothing) + smoothing / 2
+        return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").mean(1).sum()
+    if causal_shift:
+        logits, labels = logits[..., :-1, :], labels[..., 1:]
+    flat = logits.float().reshape(-1, logits.shape[-1])
+    return F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import multiprocessing
 import os
@@ -25,7 +26,7 @@ from stepmark.data.loader.loader import DataLoader
 from stepmark.data.tokenize.packing import PackedBlocks
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
 from stepmark.liveness.failure_report import is_permanent
-from stepmark.trainer.loaders import ModelColumns
+from stepmark.trainer.loaders import used_columns
 
 ROWS = [{"input_ids": torch.full((3,), index), "labels": torch.full((3,), index)} for index in range(11)]
 
@@ -375,11 +376,11 @@ def test_only_samples_that_may_draw_are_fetched_with_seeded_generators(
     monkeypatch.setattr(fetcher, "seeded_generators", lambda key, *_: keys.append(key) or original(key))
     np.arange(12, dtype=np.uint16).tofile(tmp_path / "ids")
     blocks = PackedBlocks(tmp_path / "ids", "uint16", 12, 3, 0)
-    columns = ModelColumns(torch.nn.Identity(), frozenset(ROWS[0]), others_read=False)
-    for prepare in (None, columns.of):
+    columns = functools.partial(used_columns, names=frozenset(ROWS[0]), model="Identity", others_read=False)
+    for prepare in (None, columns):
         (step, *_) = DataLoader(blocks, 2, shuffle=False, prepare=prepare)
         assert step[0].inputs["input_ids"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert keys == []
     for dataset, collate_fn in ((ROWS, None), (blocks, noisy)):
         keys.clear()
-        assert len(list(DataLoader(dataset, 2, collate_fn=collate_fn, prepare=columns.of))) == len(keys)
+        assert len(list(DataLoader(dataset, 2, collate_fn=collate_fn, prepare=columns))) == len(keys)

@@ -121,7 +121,7 @@ def test_a_save_in_line_ends_before_the_run_does(monkeypatch: pytest.MonkeyPatch
     slow.succeed(Path("checkpoint-1"))
     slow.seconds = 100.0
     with PreemptionCoordinator(ALONE, 3.0, lambda reason: None, lambda reason: None) as stopper:
-        stopper.add_save(slow)
+        stopper.saves.append(slow)
         assert stopper.may_continue()
         with stopper._at.follow(), in_phase(SAVE):
             os.kill(os.getpid(), signal.SIGTERM)

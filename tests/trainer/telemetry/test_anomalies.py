@@ -26,8 +26,7 @@ def watch(steps: Iterable[tuple[float, float]], rate: float = 1e-3, saved: tuple
     said: list[Anomaly] = []
     watching = AnomalyDetector(lambda *told: said.append(Anomaly(*told)))
     for step, (loss, norm) in enumerate(steps, 1):
-        watching.begin(step, rate)
-        watching.look(step, loss, 64.0, norm)
+        watching.look(step, loss, 64.0, norm, rate=rate)
         if step in saved:
             watching.marked(step)
     return said
@@ -123,12 +122,9 @@ def test_steps_that_are_meant_to_change_nothing_are_no_signs() -> None:
     said: list[Anomaly] = []
     watching = AnomalyDetector(lambda *told: said.append(Anomaly(*told)))
     for step in range(1, 30):  # a schedule that has ended, on the same batch again and again
-        watching.begin(step, 0.0)
-        watching.look(step, 2.0, 64.0, 0.7)
-    watching.begin(30, 1e-3)
-    watching.look(30, 0.0, 0.0, 0.0)  # a step without a single target
-    watching.begin(31, 1e-3)
-    watching.look(31, 0.0, 64.0, 0.0)  # a loss that has reached 0
+        watching.look(step, 2.0, 64.0, 0.7, rate=0.0)
+    watching.look(30, 0.0, 0.0, 0.0, rate=1e-3)  # a step without a single target
+    watching.look(31, 0.0, 64.0, 0.0, rate=1e-3)  # a loss that has reached 0
     assert said == []
 
 
@@ -148,8 +144,7 @@ def test_weights_that_are_the_same_in_two_checkpoints() -> None:
     watching = AnomalyDetector(lambda *told: said.append(Anomaly(*told)))
     for step, fingerprint in ((10, "a"), (20, "b"), (30, "b"), (40, "b")):
         for each in range(step - 9, step + 1):
-            watching.begin(each, 1e-3)
-            watching.look(each, 2.0 + 0.01 * each, 64.0, 0.5 + 0.01 * each)
+            watching.look(each, 2.0 + 0.01 * each, 64.0, 0.5 + 0.01 * each, rate=1e-3)
         watching.weights(step, fingerprint, watching.moved())
     (sign,) = said
     assert (sign.kind, sign.step) == ("weights_stuck", 30)
@@ -162,7 +157,6 @@ def test_weights_may_be_the_same_where_no_step_could_move_them(rate: float) -> N
     said: list[Anomaly] = []
     watching = AnomalyDetector(lambda *told: said.append(Anomaly(*told)))
     for step in (1, 2, 3):
-        watching.begin(step, rate)
-        watching.look(step, 2.0, 64.0 if rate == 0.0 else 0.0, 1.0)
+        watching.look(step, 2.0, 64.0 if rate == 0.0 else 0.0, 1.0, rate=rate)
         watching.weights(step, "a", watching.moved())
     assert said == []

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from scripts.pipeline_comparison import Pipeline
-from stepmark.trainer.telemetry.banner import _parameters, _stages, count
+from stepmark.config.training_fields import TrainingFields
+from stepmark.trainer.telemetry.banner import _parameters, banner, count
 from tests.support.models import build
 
 
@@ -21,8 +22,11 @@ def test_a_stage_says_the_size_of_the_complete_model() -> None:
 
 def test_stages_and_how_long_they_wait() -> None:
     pipeline = Pipeline(build("gpt2", num_hidden_layers=4), 2)
-    args: Any = SimpleNamespace(pipeline_schedule="1f1b", gradient_accumulation_steps=4)
-    parts: Any = SimpleNamespace(model=pipeline.parts[1], mesh=pipeline.meshes[1], args=args)
-    assert _stages(parts) == ["pipeline 2 stages of 2, 2 layers, 1f1b; with 4 micro-batches ranks wait 20% of a step"]
+    args, mesh = TrainingFields(gradient_accumulation_steps=4), pipeline.meshes[1]
+    loader = SimpleNamespace(layout=SimpleNamespace(global_batch=32), steps_per_epoch=3)
+    parts: Any = SimpleNamespace(args=args, mesh=mesh, context=mesh.context, loader=loader, total_steps=3)
+    parts.model = pipeline.parts[1]
+    line = "pipeline 2 stages of 2, 2 layers, 1f1b; with 4 micro-batches ranks wait 20% of a step"
+    assert line in [*banner(parts, 0)]
     parts.model = build("gpt2")
-    assert _stages(parts) == []
+    assert not any(line.startswith("pipeline") for line in banner(parts, 0))

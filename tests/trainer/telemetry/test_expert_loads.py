@@ -12,12 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 from stepmark import read_metrics
+from stepmark.runtime.eager import EagerRuntime
 from stepmark.trainer.telemetry.anomalies import FEWEST_TOKENS, STARVED_LOGS, AnomalyDetector
-from stepmark.trainer.telemetry.loss_meter import ExpertLoadMeter, load_fields
+from stepmark.trainer.telemetry.loss_meter import LossMeter, load_fields
+from stepmark.training.step import StepStatistics
 from tests.support.mesh_programs import make_trainer
 from tests.support.ranks import Ranks
 
 FIELDS = ("expert_load_min", "expert_load_max", "expert_load_entropy", "expert_loads")
+CPU = EagerRuntime(torch.device("cpu"))
 LAYER = "model.layers.1.mlp.experts"
 
 
@@ -64,22 +67,26 @@ def test_a_resumed_run_logs_the_same_on_another_mesh_too(ranks: Ranks, tmp_path:
 
 
 def test_fields_of_loads() -> None:
-    meter = ExpertLoadMeter({"a": 4, "b": 2, "c": 3})
-    for _ in range(2):
-        meter.add(torch.tensor([2.0, 2, 2, 2, 0, 4, 0, 0, 0]))
-    over_all, of_layers = load_fields(meter.take())
+    meter = LossMeter(CPU, experts={"a": 4, "b": 2, "c": 3})
+    for step in range(2):
+        loads = torch.tensor([2.0, 2, 2, 2, 0, 4, 0, 0, 0])
+        meter.add(StepStatistics(step, torch.ones(3), expert_loads=loads))
+    meter.settle()
+    over_all, of_layers = load_fields(meter.take_loads())
     assert over_all == {"expert_load_min": 0.0, "expert_load_max": 2.0, "expert_load_entropy": 0.5}
     assert of_layers == {"expert_loads": {"a": [1.0, 1.0, 1.0], "b": [0.0, 2.0, 0.0]}}
-    assert meter.take() == {}
+    assert meter.take_loads() == {}
     assert load_fields({}) == ({}, {})
     half = load_fields({"a": torch.tensor([1, 1, 0, 0])})[0]
     assert half["expert_load_entropy"] == pytest.approx(math.log(2) / math.log(4))
 
 
 def test_an_older_checkpoint_has_no_loads() -> None:
-    meter = ExpertLoadMeter({"a": 2})
-    meter.load_state_dict(json.loads(json.dumps(meter.state_dict())))
-    assert meter.take() == {}
+    meter = LossMeter(CPU, experts={"a": 2})
+    state = json.loads(json.dumps(meter.state_dict()))
+    for each in (state, {name: value for name, value in state.items() if name != "expert_loads"}):
+        meter.load_state_dict(each)
+        assert meter.take_loads() == {}
 
 
 def signs(*logs: list[int]) -> list[tuple[str, int, str]]:

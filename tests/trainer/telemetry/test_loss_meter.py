@@ -112,15 +112,15 @@ def test_who_looks_hears_of_every_step_in_order() -> None:
     heard: list[tuple[int | float | bool | None, ...]] = []
     means = LossMeter(CPU, lambda *numbers: heard.append(numbers))
     means.add(statistics(0, 2.0, 10))
-    means.add(statistics(1, 5.0, 30, norm=0.25))
+    means.add(statistics(1, 5.0, 30, norm=0.25), 0.5)
     assert heard == []
     means.settle()
     means.add(statistics(2, 1.0, 0, norm=0.0))
     means.settle()
     assert heard == [
-        (1, 2.0, 10.0, 1.0, True),
-        (2, 5.0, 30.0, 0.25, True),
-        (3, 1.0, 0.0, 0.0, True),
+        (1, 2.0, 10.0, 1.0, True, 0.0),
+        (2, 5.0, 30.0, 0.25, True, 0.5),
+        (3, 1.0, 0.0, 0.0, True, 0.0),
     ]
 
 

@@ -149,6 +149,6 @@ def test_a_late_compilation_is_placed_and_explained(ranks: Ranks, tmp_path: Path
     (events,) = ranks.run("tests.support.watched_programs:compile_late", str(tmp_path)).check()
     found = [event for event in events if event["event"] == "compilation"]
     assert [(event["step"], event["where"]) for event in found] == [(5, "step"), (8, "step")]
-    assert "input_ids is [1, 16] int64 instead of [1, 8] int64" in found[0]["reason"]
+    assert "1 micro-batches with input_ids [1, 16] int64" in found[0]["reason"]
     assert found[1]["reason"].startswith("no input has a new shape")
     assert troubles(events) == []

@@ -51,7 +51,10 @@ class PlainBatches:
             for step in self.loader.again().ahead():
                 if self.evaluates:
                     PlainBatches.iterated, self.rows = self, step.samples
-                yield from (_of_part(each.inputs) for each in step if each.rows or self.evaluates)
+                for each in step:
+                    if each.rows or self.evaluates:
+                        map_tensors(each.inputs, lambda tensor: setattr(tensor, "of_part", True))
+                        yield each.inputs
         finally:
             if PlainBatches.iterated is self:
                 PlainBatches.iterated = None
@@ -234,21 +237,19 @@ class GivenLoader:
         """The micro-batches of a step of each own rank; the last batch, with weight 0, replaces missing ones."""
         steps = range(self.layout.accumulation)
         places = [step * self._size + rank for rank in self._ranks for step in steps]
-        return [
-            self._micro_batch(group[place]) if place < len(group) else self._micro_batch(group[-1], empty=True)
-            for place in places
-        ]
+        last = len(group) - 1
+        return [self._micro_batch(group[min(place, last)], empty=place > last) for place in places]
 
-    def _micro_batch(self, inputs: Any, *, empty: bool = False) -> MicroBatch:
+    def _micro_batch(self, inputs: Any, *, empty: bool) -> MicroBatch:
         rows = rows_of(inputs)
         self._full_rows = max(self._full_rows, rows)
         short = self.fixed_shape and isinstance(inputs, dict) and rows < self._full_rows
         filled = short and self.labels.can_ignore_rows(inputs, rows)
         if filled:
-            inputs = self.labels.without(_filled(inputs, rows, self._full_rows), rows)
-        if empty:
-            rows = 0
-            inputs = self.labels.without(inputs, 0) if isinstance(inputs, dict) else inputs
+            inputs = _filled(inputs, rows, self._full_rows)
+        rows = 0 if empty else rows
+        if (filled or empty) and isinstance(inputs, dict):
+            inputs = self.labels.without(inputs, rows)
         return MicroBatch(inputs, rows, self.labels.count(inputs), filled or empty)
 
     def _state(self, epoch: int, taken: int, *, ended: bool, loader: Any = None, own: Any = None) -> dict[str, Any]:
@@ -282,11 +283,6 @@ class GivenLoader:
         left = {name: each for name, each in others.items() if is_same(now.get(name), begun.get(name))}
         continues = self._position["loader"] is not None and not self._rereads  # torchdata's moves generators on
         set_own_state({**left, **(saved if continues else {})}, self.given)
-
-
-def _of_part(inputs: Any) -> Any:
-    map_tensors(inputs, lambda each: setattr(each, "of_part", True))
-    return inputs
 
 
 class _RandomStream:
@@ -348,10 +344,6 @@ def _length(loader: Any) -> int | None:
 
 def _filled(inputs: dict[str, Any], rows: int, wanted: int) -> dict[str, Any]:
     """The batch with its last row repeated."""
-
-    def fill(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.ndim or len(value) != rows:
-            return value
-        return torch.cat([value, value[-1:].expand(wanted - rows, *value.shape[1:])])
-
-    return {name: fill(value) for name, value in inputs.items()}
+    repeated = torch.arange(wanted).clamp(max=rows - 1)
+    by_row = {name for name, each in inputs.items() if isinstance(each, Tensor) and each.ndim and len(each) == rows}
+    return {name: each[repeated] if name in by_row else each for name, each in inputs.items()}

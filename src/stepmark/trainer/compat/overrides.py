@@ -15,25 +15,13 @@ from stepmark.config.training_fields import GROUP_BY_LENGTH
 from stepmark.errors import UsageError
 from stepmark.training.model_labels import accepts
 
-_CALLED = """
-    compute_loss get_train_dataloader _get_train_sampler get_eval_dataloader get_test_dataloader create_optimizer
-    create_scheduler create_optimizer_and_scheduler prediction_step evaluation_loop evaluate predict log save_model
-    train is_world_process_zero add_callback remove_callback pop_callback create_model_card push_to_hub training_step
-    _save_checkpoint _save _set_signature_columns_if_needed
-"""
-CALLED = tuple(_CALLED.split())
 # Methods whose replacement calls the complete model.
 NEED_COMPLETE_MODEL = ("compute_loss", "prediction_step", "training_step")
 
 
-def hooks_of(base: type) -> dict[str, Any]:
-    """The methods of `base` among those of transformers' Trainer, as they are now, before any patch."""
-    return {name: inspect.getattr_static(base, name) for name in (*CALLED, *refusals("hook")) if hasattr(base, name)}
-
-
 def check_overrides(cls: type, own: Mapping[str, Any]) -> None:
     """Raises UsageError where `cls` has, by definition or by a patch, a hook of transformers' Trainer that is never
-    called here. `own` are Stepmark's methods, of `hooks_of`."""
+    called here. `own` are Stepmark's methods, of `own_methods`."""
     for name, instead in refusals("hook").items():
         found = inspect.getattr_static(cls, name, None)
         if found is not own.get(name) and not isinstance(found, RefusedHook):
@@ -74,11 +62,13 @@ class RefusedHook:
         raise AttributeError(f"{kind.__name__}: stepmark's Trainer has no {self._name}; use {instead}")
 
 
-def refuse_missing_hooks(base: type) -> None:
-    """Makes reading a hook of transformers' Trainer that `base` lacks say what to use instead."""
+def own_methods(base: type) -> dict[str, Any]:
+    """The methods of `base` as they are now, before any patch. From now on, reading a hook of transformers' Trainer
+    that it lacks says what to use instead."""
     for name in refusals("hook"):
         if not hasattr(base, name):
             setattr(base, name, RefusedHook(name))
+    return dict(vars(base))
 
 
 class Replaceable:
@@ -119,9 +109,10 @@ class OverriddenLoss:
         loss, outputs = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or (wants_outputs and not isinstance(found, tuple)):
             shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
-            expected = "a loss with one element" + (" and the outputs (return_outputs=True)" if wants_outputs else "")
-            method = f"{type(self._trainer).__name__}.compute_loss"
-            raise UsageError(f"{method} returned a {type(found).__name__}{shape}; return {expected}")
+            raise UsageError(
+                f"{type(self._trainer).__name__}.compute_loss returned a {type(found).__name__}{shape}; return a loss "
+                "with one element, and with return_outputs=True a tuple of it and the outputs"
+            )
         return loss.reshape(()), outputs
 
 

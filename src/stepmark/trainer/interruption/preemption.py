@@ -28,6 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -53,24 +54,23 @@ logger = logging.getLogger("stepmark")
 _runs = 0
 
 
+@dataclass(eq=False, repr=False)
 class PreemptionCoordinator:
     """Stops one run at a signal. `grace`, in seconds, counts from the signal. `announce(reason)` is called when the
-    request is known, and `ending(reason)` before the thread ends the process; both in threads of their own."""
+    request is known, and `ending(reason)` before the thread ends the process; both in threads of their own. `saves`
+    gets those that the run begins."""
 
-    def __init__(
-        self,
-        context: Context,
-        grace: float,
-        announce: Callable[[str], None],
-        ending: Callable[[str], None],
-    ) -> None:
+    _context: Context
+    _grace: float
+    _announce: Callable[[str], None]
+    _ending: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         global _runs
         _runs += 1
-        self._saves: deque[SaveHandle] = deque(maxlen=4)
-        self._store = dist.PrefixStore(f"stop/{_runs}", context.store or dist.HashStore())
-        self._rank, self._size = context.host.rank, context.host.size
-        self._grace = grace
-        self._announce, self._ending = announce, ending
+        self.saves: deque[SaveHandle] = deque(maxlen=4)
+        self._store = dist.PrefixStore(f"stop/{_runs}", self._context.store or dist.HashStore())
+        self._rank, self._size = self._context.host.rank, self._context.host.size
         self._heard: str | None = None  # the signal to this rank
         self._wake = threading.Event()  # the thread has something to look at
         self._listening = ExitStack()
@@ -120,9 +120,6 @@ class PreemptionCoordinator:
             self._passed, self._moved = point, time.monotonic()
             return True
 
-    def add_save(self, handle: SaveHandle) -> None:
-        self._saves.append(handle)
-
     def may_save(self) -> bool:
         """Whether there is time for a save, where the run stops; the same on all ranks."""
         if self._rank == 0:
@@ -141,7 +138,7 @@ class PreemptionCoordinator:
 
     def _save_seconds(self) -> float:
         """The longest time that one of the last saves took to become durable; 0 where that is not known yet."""
-        return max((handle.seconds or 0.0 for handle in list(self._saves)), default=0.0)
+        return max((handle.seconds or 0.0 for handle in list(self.saves)), default=0.0)
 
     # The threads
 
@@ -188,7 +185,7 @@ class PreemptionCoordinator:
                 self._decide()
             if self._verdict is None and self._last is not None:
                 self._watch_time()
-            saves = self._at.position.phase == progress.SAVE or not all(save.done() for save in list(self._saves))
+            saves = self._at.position.phase == progress.SAVE or not all(save.done() for save in list(self.saves))
             if self._verdict == LEAVE and not saves:
                 self._end("there was no time for a save")
             if self._left() <= 0:

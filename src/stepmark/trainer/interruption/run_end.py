@@ -120,18 +120,22 @@ def _as_warning() -> Iterator[None]:
         logger.warning("cannot write the run's status: %s", error)
 
 
+def record_stop(callbacks: RunCallbacks, reason: str) -> None:
+    """Says and records that a signal has ended the run."""
+    if callbacks.run_log.writes:
+        say(f"interrupted by {reason}\n{how_to_go_on(callbacks.args.resume_from_checkpoint)}")
+    callbacks.run_log.try_status(INTERRUPTED, callbacks.state.global_step, reason)
+
+
 def record_end(callbacks: RunCallbacks, error: BaseException, host: HostGroup) -> None:
     """Records in the run's status that it did not reach its end; a status that cannot be written hides no error. Where
     rank 0 was killed, and no supervisor knows, the first rank that is left does so."""
     run_log, step = callbacks.run_log, callbacks.state.global_step
     if host.rank and REPORTS not in os.environ and all(map(host.is_gone, range(host.rank))):
         run_log.writes = RunStatus.read(run_log.folder).state == RUNNING
-    if isinstance(error, RunInterrupted) and error.recorded:
-        return
     if isinstance(error, RunInterrupted):
-        run_log.try_status(INTERRUPTED, step, error.reason)
-        if run_log.writes:
-            say(f"interrupted by {error.reason}\n{how_to_go_on(callbacks.args.resume_from_checkpoint)}")
+        if not error.recorded:
+            record_stop(callbacks, error.reason)
     elif callbacks.begun:  # otherwise nothing is known of the run yet, or the status is an earlier one's
         report = FailureReport.of(error, 0)
         named = report.secondary or not isinstance(error, StepmarkError)

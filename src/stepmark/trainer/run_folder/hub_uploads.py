@@ -72,10 +72,6 @@ class HubUploads(TrainerCallback):
 
         on_rank_0(self._host, create, lambda error: StepmarkError(str(error)), StepmarkError)
 
-    def exists(self) -> bool:
-        """Whether rank 0 has a repository. Collective."""
-        return bool(self._host.broadcast(self.name is not None))
-
     def push(self, args: TrainingArguments, message: str | None, blocking: bool, revision: str | None) -> Any:
         """Uploads the run's folder, when earlier uploads are complete; see `Trainer.push_to_hub`."""
         self.wait()

@@ -32,6 +32,7 @@ PATIENCE = 5.0  # seconds
 RESTARTING = "restarting"  # the event of the supervisor, before it starts the ranks again
 COUNTED = {"saved": "saves", "save_failed": "save_failures", "trouble": "troubles"}  # events
 _INVALID = re.compile(r"[^a-zA-Z0-9_]")
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 class PrometheusFile:
@@ -41,7 +42,8 @@ class PrometheusFile:
     def __init__(self, path: Path, run: str, events: Iterable[Mapping[str, Any]]) -> None:
         self._path = path
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
-        self._labels = {"run": run, "job": job, "host": socket.gethostname()}
+        labels = {"run": run, "job": job, "host": socket.gethostname()}
+        self._labels = ",".join(f'{key}="{text.translate(_ESCAPES)}"' for key, text in labels.items())
         self._warned = False
         self._counts: dict[str, float] = dict.fromkeys((*COUNTED.values(), "save_seconds"), 0)
         self._gauges: dict[str, Any] = {}
@@ -73,29 +75,17 @@ class PrometheusFile:
         counters = {f"stepmark_{name}_total" for name in counts}
         lines = []
         for name, value in shown.items():
-            lines += [_type(name, counter=name in counters), _sample(name, self._labels, value)]
-        states = {each: {**self._labels, "state": each} for each in STATES}
-        name, now = "stepmark_state", status.get("state")
-        lines += [_type(name), *(_sample(name, labels, float(each == now)) for each, labels in states.items())]
+            kind = "counter" if name in counters else "gauge"
+            lines += [f"# TYPE {name} {kind}", f"{name}{{{self._labels}}} {_number(value)}"]
+        lines.append("# TYPE stepmark_state gauge")
+        for each in STATES:
+            lines.append(f'stepmark_state{{{self._labels},state="{each}"}} {float(each == status.get("state"))}')
         try:
             files.replace_file(self._path, ("\n".join(lines) + "\n").encode(errors="replace"))
         except OSError as error:
             if not self._warned:
                 logger.warning("prometheus_file: cannot write %s: %s", self._path, error.strerror)
             self._warned = True
-
-
-def _type(name: str, *, counter: bool = False) -> str:
-    return f"# TYPE {name} {'counter' if counter else 'gauge'}"
-
-
-def _sample(name: str, labels: Mapping[str, str], value: float) -> str:
-    listed = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
-    return f"{name}{{{listed}}} {_number(value)}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _number(value: float) -> str:

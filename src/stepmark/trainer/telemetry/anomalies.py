@@ -89,9 +89,7 @@ class AnomalyDetector:
         self.not_finite: dict[str, float] = {}
         self._streak, self._first = 0, 0
         self._message = ""
-        self._diverged: tuple[int, str] | None = None
         self._reported: set[str] = set()
-        self._rates: dict[int, float] = {}
         self._marks: set[int] = set()
         self._last: tuple[float, float] | None = None
         self._same = 0
@@ -99,13 +97,9 @@ class AnomalyDetector:
         self._weights: tuple[int, str] | None = None
         self._loads: deque[tuple[int, Mapping[str, Tensor]]] = deque(maxlen=STARVED_LOGS)
 
-    def begin(self, step: int, rate: float) -> None:
-        """Step number `step`, from 1, begins with this learning rate."""
-        self._rates[step] = rate
-
-    def look(self, step: int, loss: float, tokens: float, norm: float, updated: bool = True) -> None:
-        """Takes the numbers of a step, in order, once they are on the host. `updated`: it changed the weights."""
-        rate = self._rates.pop(step, 0.0)
+    def look(self, step: int, loss: float, tokens: float, norm: float, updated: bool = True, rate: float = 0.0) -> None:
+        """Takes the numbers of a step, in order, once they are on the host. `updated`: it changed the weights; `rate`:
+        its learning rate."""
         if not tokens:
             return
         if not math.isfinite(loss):
@@ -127,6 +121,8 @@ class AnomalyDetector:
     def _count(self, step: int, numbers: dict[str, float]) -> None:
         """Counts the steps in a row that are not finite."""
         self.not_finite = {name: value for name, value in numbers.items() if not math.isfinite(value)}
+        if 0 < self.stop_on_nan <= self._streak:
+            return  # the run has diverged, whatever follows
         if not self.not_finite:
             self._streak = 0
             return
@@ -134,20 +130,17 @@ class AnomalyDetector:
         self._streak += 1
         found = ", ".join(f"{name} {value}" for name, value in numbers.items())
         self._message = f"training has diverged: since step {self._first} nothing is finite ({found})"
-        if self._streak == self.stop_on_nan and self._diverged is None:
-            self._diverged = self._first, self._message
 
     def diverged(self, *, ended: bool = False) -> str | None:
         """The error of a diverged run, else None. `ended`: one step that is not finite suffices if it is the last."""
-        if self._diverged is None and not (ended and self._streak and self.stop_on_nan):
+        if not self.stop_on_nan or self._streak < (1 if ended else self.stop_on_nan):
             return None
-        first, message = self._diverged or (self._first, self._message)
-        remedy = f"lower learning_rate, or look at the samples of step {first} (stop_on_nan: {self.stop_on_nan})"
-        return f"{message}; {self._remedy(first)}; {remedy}"
+        remedy = f"lower learning_rate, or look at the samples of step {self._first} (stop_on_nan: {self.stop_on_nan})"
+        return f"{self._message}; {self._remedy(self._first)}; {remedy}"
 
     def rolled_back(self) -> None:
         """The run continues from an earlier checkpoint, without the steps since."""
-        self.not_finite, self._streak, self._diverged = {}, 0, None
+        self.not_finite, self._streak = {}, 0
         if self.spikes is not None:
             self.spikes.found = None
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -24,8 +25,8 @@ from stepmark.data.loader.batch import StepBatch
 from stepmark.runtime.base import Runtime
 
 TRACED_STEPS = 2
-OWN = str(Path(stepmark.__file__).parent)
-TORCH = (str(Path(torch.__file__).parent), str(Path(torch.__file__).parent.with_name("torch_xla")))
+OWN = f"{Path(stepmark.__file__).parent}/"
+TORCH = (f"{Path(torch.__file__).parent}/", f"{Path(torch.__file__).parent.with_name('torch_xla')}/")
 
 
 class DeviceReadMonitor:
@@ -73,35 +74,24 @@ class ReadTracer(TorchDispatchMode):
         before = self._transfers()
         result = func(*args, **(kwargs or {}))
         if self._transfers() > before:
-            line = _line_above(sys._getframe().f_back, func)
+            line = _line_outside(walk_stack(sys._getframe().f_back), func)
             if line is not None and line not in self.lines:
                 self.lines.append(line)
         return result
 
 
-def _line_above(frame: FrameType | None, operation: Any) -> str | None:
-    """The innermost line outside torch with the operation's name; None for a line of Stepmark."""
-    while frame is not None and _within(frame, TORCH):
-        frame = frame.f_back
-    if frame is None:
+def _line_outside(stack: Iterable[tuple[FrameType, int]], operation: Any) -> str | None:
+    """The innermost line outside torch, in its file as that is imported, with the operation's name; None for a line of
+    Stepmark."""
+    lines = ((frame.f_code.co_filename, line) for frame, line in stack)
+    file, line = next((each for each in lines if not each[0].startswith(TORCH)), ("", 0))
+    if not file:
         return f"the backward pass ({operation})"
-    if _within(frame, (OWN,)):
-        return None
-    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} ({operation})"
-
-
-def _within(frame: FrameType, folders: tuple[str, ...]) -> bool:
-    return frame.f_code.co_filename.startswith(tuple(f"{folder}/" for folder in folders))
-
-
-def _short(file: str) -> str:
-    """The path as seen from the folder that it is imported from."""
-    roots = [root for root in sys.path if root and file.startswith(f"{root}/")]
-    return file.removeprefix(f"{max(roots, key=len)}/") if roots else file
+    root = max((root for root in sys.path if root and file.startswith(f"{root}/")), key=len, default="")
+    return None if file.startswith(OWN) else f"{file.removeprefix(f'{root}/')}:{line} ({operation})"
 
 
 WARM_UP = 3  # steps of a process that may compile
-Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
 
 UNKNOWN = {
     "step": "no input has a new shape; look for something between or in steps that makes a new graph: a callback that "
@@ -128,21 +118,17 @@ class RecompilationMonitor:
         self._hits = self._cache_hits()
         self._steps = 0
         self._warm: set[str] = {"save"}
-        self._seen: dict[tuple[int, Shapes], None] = {}
-        self._latest: tuple[int, Shapes] | None = None
+        self._seen: set[str] = set()  # the shapes of micro-batches, in words
         self._change = ""
 
     def begin(self, batch: StepBatch) -> None:
         """A step with this batch begins."""
         if self._known is None:
             return
-        shapes = tuple(sorted({shape for micro_batch in batch for shape in _shapes(micro_batch.inputs)}))
-        signature = (len(batch), shapes)
-        self._change = ""
-        if signature not in self._seen:
-            self._seen[signature] = None
-            self._change = _difference(self._latest, signature) if self._latest is not None else ""
-        self._latest = signature
+        shapes = {f"{len(batch)} micro-batches with {', '.join(_shapes(each.inputs))}" for each in batch}
+        new = sorted(shapes - self._seen)
+        self._change = f"no step before had {'; '.join(new)}" if new else ""
+        self._seen |= shapes
 
     def ended(self, where: str, step: int) -> None:
         """A step ("step"), an evaluation or a save has been dispatched; the training is at `step`."""
@@ -167,25 +153,13 @@ class RecompilationMonitor:
         return None if counters is None else counters.hits
 
 
-def _shapes(inputs: Any, name: str = "") -> Iterator[tuple[str, tuple[int, ...], str]]:
+def _shapes(inputs: Any, name: str = "") -> Iterator[str]:
     """Name, shape and dtype of every tensor in nested dicts, lists and tuples."""
     if isinstance(inputs, Tensor):
-        yield name or "input", tuple(inputs.shape), str(inputs.dtype).removeprefix("torch.")
+        yield f"{name or 'input'} {list(inputs.shape)} {str(inputs.dtype).removeprefix('torch.')}"
     elif isinstance(inputs, dict):
         for key, value in inputs.items():
             yield from _shapes(value, f"{name}.{key}" if name else str(key))
     elif isinstance(inputs, (list, tuple)):
         for index, value in enumerate(inputs):
             yield from _shapes(value, f"{name}[{index}]")
-
-
-def _difference(before: tuple[int, Shapes], now: tuple[int, Shapes]) -> str:
-    changes = [] if before[0] == now[0] else [f"{now[0]} micro-batches instead of {before[0]}"]
-    for name, shape, dtype in now[1]:
-        if (name, shape, dtype) in before[1]:
-            continue
-        was = " or ".join(f"{list(old)} {kind}" for other, old, kind in before[1] if other == name)
-        changes.append(f"{name} is {list(shape)} {dtype}" + (f" instead of {was}" if was else ", and was absent"))
-    gone = {name for name, _, _ in before[1]} - {name for name, _, _ in now[1]}
-    changes += [f"{name} is absent now" for name in sorted(gone)]
-    return "; ".join(changes)

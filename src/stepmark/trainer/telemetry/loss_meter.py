@@ -14,36 +14,8 @@ from stepmark.runtime.base import Runtime
 from stepmark.training.step import StepStatistics
 
 
-class ExpertLoadMeter:
-    """Tokens of each expert of each layer since the last log, as state that is saved.
-
-    `experts`: their number in every layer, by the name of the experts' module.
-    """
-
-    def __init__(self, experts: Mapping[str, int]) -> None:
-        self._experts = dict(experts)
-        self._sums = torch.zeros(sum(experts.values()), dtype=torch.int64)
-
-    def add(self, loads: Tensor) -> None:
-        """Adds a step's `StepStatistics.expert_loads`, on the host."""
-        self._sums += loads.to(torch.int64)
-
-    def take(self) -> dict[str, Tensor]:
-        """The tokens of each expert since the last call, by layer; layers without any are left out."""
-        rows = self._sums.split(list(self._experts.values())) if self._experts else ()
-        taken = {name: row for name, row in zip(self._experts, rows, strict=True) if row.any()}
-        self._sums = torch.zeros_like(self._sums)
-        return taken
-
-    def state_dict(self) -> list[int]:
-        return self._sums.tolist()
-
-    def load_state_dict(self, tokens: list[int]) -> None:
-        self._sums = torch.tensor(tokens, dtype=torch.int64)
-
-
 def load_fields(loads: Mapping[str, Tensor]) -> tuple[dict[str, float], dict[str, Any]]:
-    """What is logged of loads that `take` has returned: the fields over all layers, and those of each layer."""
+    """What is logged of loads that `take_loads` has returned: the fields over all layers, and those of each layer."""
     if not loads:
         return {}, {}
     each = {name: _spread(row.double()) for name, row in loads.items()}
@@ -66,13 +38,15 @@ HELD_STEPS = 512  # steps whose statistics may stay on the device
 
 @dataclass(eq=False)
 class LossMeter:
-    """Losses since the last log and since the run began, weighted by tokens, as state that is saved.
+    """Losses since the last log and since the run began, weighted by tokens, and tokens of experts since the last log,
+    as state that is saved.
 
     Statistics stay on the device until they are needed, so that a step never waits. A float32 loss times a token
     count is exact in the host's float64, so the mean of one step is that step's loss to the last bit.
 
-    `look(step, loss, tokens, gradient norm, updated)` is called once the numbers of a step are on the host. `experts`:
-    see `ExpertLoadMeter`. `filters`: a loss that is not finite counts as the mean so far.
+    `look(step, loss, tokens, gradient norm, updated, learning rate)` is called once the numbers of a step are on the
+    host. `experts`: their number in every layer, by the name of the experts' module. `filters`: a loss that is not
+    finite counts as the mean so far.
     """
 
     runtime: Runtime
@@ -81,28 +55,29 @@ class LossMeter:
     filters: bool = False
 
     def __post_init__(self) -> None:
-        self._pending: list[StepStatistics] = []
-        self.loads = ExpertLoadMeter(self.experts)
+        self._pending: list[tuple[StepStatistics, float]] = []
+        self._loads = torch.zeros(sum(self.experts.values()), dtype=torch.int64)
         self.since_log = {"loss": 0.0, "tokens": 0}
         self.since_start = {"loss": 0.0, "tokens": 0}
         self.grad_norm = 0.0
         self.last_loss: float | None = None
         self.timed_tokens = 0  # trained by this process since its caller set it to 0
 
-    def add(self, statistics: StepStatistics) -> None:
-        self._pending.append(statistics)
+    def add(self, statistics: StepStatistics, rate: float = 0.0) -> None:
+        """Takes a step's statistics; `rate`: its learning rate."""
+        self._pending.append((statistics, rate))
         if len(self._pending) >= HELD_STEPS:
             self.settle()
 
     def settle(self) -> None:
         """Copies the pending statistics from the device."""
-        fetched = self._fetch([statistics.values for statistics in self._pending])
-        counted = [each.expert_loads for each in self._pending if each.expert_loads is not None]
+        fetched = self._fetch([each.values for each, _ in self._pending])
+        counted = [each.expert_loads for each, _ in self._pending if each.expert_loads is not None]
         for loads in self._fetch(counted) if counted else ():
-            self.loads.add(loads)
-        for statistics, values in zip(self._pending, fetched, strict=True):
+            self._loads += loads.to(torch.int64)
+        for (statistics, rate), values in zip(self._pending, fetched, strict=True):
             loss, tokens, self.grad_norm = values.tolist()
-            self.look(statistics.step + 1, loss, tokens, self.grad_norm, statistics.updated)
+            self.look(statistics.step + 1, loss, tokens, self.grad_norm, statistics.updated, rate)
             lost = self.filters and not math.isfinite(loss)
             for sums in (self.since_log, self.since_start):
                 sums["loss"] += tokens * (sums["loss"] / max(sums["tokens"], 1) if lost else loss)
@@ -127,6 +102,12 @@ class LossMeter:
         self.since_log = {"loss": 0.0, "tokens": 0}
         return log
 
+    def take_loads(self) -> dict[str, Tensor]:
+        """The tokens of each expert since the last call, by layer; layers without any are left out."""
+        rows = self._loads.split(list(self.experts.values())) if self.experts else ()
+        self._loads = torch.zeros_like(self._loads)
+        return {name: row for name, row in zip(self.experts, rows, strict=True) if row.any()}
+
     def any_targets(self) -> bool:
         """Whether any step since the run began had a target; waits for the device only until one had."""
         if not self.since_start["tokens"]:
@@ -141,7 +122,7 @@ class LossMeter:
     def state_dict(self) -> dict[str, Any]:
         self.settle()
         sums = {"since_log": {**self.since_log}, "since_start": {**self.since_start}, "grad_norm": self.grad_norm}
-        return {**sums, "expert_loads": self.loads.state_dict()}
+        return {**sums, "expert_loads": self._loads.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pending.clear()
@@ -149,4 +130,4 @@ class LossMeter:
         self.since_start = dict(state["since_start"])
         self.grad_norm = state["grad_norm"]
         if state.get("expert_loads"):  # older checkpoints have none
-            self.loads.load_state_dict(state["expert_loads"])
+            self._loads = torch.tensor(state["expert_loads"], dtype=torch.int64)

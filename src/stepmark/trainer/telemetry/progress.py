@@ -63,28 +63,19 @@ class ProgressDisplay:
         trained = step - self._first
         return (time.monotonic() - self._began) / trained * max(self._total - step, 0) if trained > 0 else None
 
-    def step(self, step: int, loss: float | None = None, tokens_per_second: float | None = None) -> None:
-        """Moves the bar to `step`, with new numbers if there are any. Without a bar, prints them if a line is due."""
-        if self._bar is None:
-            if loss is not None and self.due():
-                self._print_log(step, {"loss": loss, "tokens_per_second": tokens_per_second})
-            return
-        speed = f"  {tokens_per_second:,.0f} {self.unit}/s" if tokens_per_second else ""
-        status = {} if loss is None else {"status": f"loss {decimals(loss)}{speed}"}
-        self._bar.update(self._task, completed=step, **status)
-        if status:
-            self._last = time.monotonic()
-
-    def logged(self, step: int, values: dict[str, Any]) -> None:
-        """Shows a log, whose values have the names of metrics.jsonl."""
+    def step(self, step: int, values: dict[str, Any] | None = None) -> None:
+        """Moves the bar to `step`, and shows values there, or without a bar on a line. They have the names of
+        metrics.jsonl, and a loss."""
         if self._bar is not None:
-            self.step(step, values["loss"], values.get("tokens_per_second"))
-        elif self._shows:
-            self._print_log(step, values)
-
-    def _print_log(self, step: int, values: dict[str, Any]) -> None:
-        self.line(log_line(step, self._total, values, self.seconds_left(step), self._format, self.unit))
+            self._bar.update(self._task, completed=step)
+        if values is None:
+            return
         self._last = time.monotonic()
+        if self._bar is None:
+            self.line(log_line(step, self._total, values, self.seconds_left(step), self._format, self.unit))
+        else:
+            speed = f"  {values['tokens_per_second']:,.0f} {self.unit}/s" if values.get("tokens_per_second") else ""
+            self._bar.update(self._task, status=f"loss {decimals(values['loss'])}{speed}")
 
     def evaluated(self, step: int, metrics: dict[str, Any], prefix: str) -> None:
         """Shows an evaluation, whose metrics' names begin with the prefix."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,26 +68,12 @@ def read_counters() -> dict[str, float]:
     and `disk_written` (bytes). Of the host or container: `network_received` and `network_sent` (bytes), without the
     loopback interface."""
     times = os.times()
-    return {"processor": times.user + times.system, **_io(), **_network()}
-
-
-def _io() -> dict[str, float]:
-    try:
+    found = {"processor": times.user + times.system}
+    with suppress(OSError, LookupError, ValueError):
         lines = dict(line.split(":", 1) for line in Path("/proc/self/io").read_text().splitlines())
-        return {"disk_read": float(lines["read_bytes"]), "disk_written": float(lines["write_bytes"])}
-    except (OSError, KeyError, ValueError):
-        return {}
-
-
-def _network() -> dict[str, float]:
-    received = sent = 0.0
-    try:
-        for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
-            name, _, numbers = line.partition(":")
-            if name.strip() != "lo":
-                fields = numbers.split()
-                received += float(fields[0])
-                sent += float(fields[8])
-    except (OSError, IndexError, ValueError):
-        return {}
-    return {"network_received": received, "network_sent": sent}
+        found |= {"disk_read": float(lines["read_bytes"]), "disk_written": float(lines["write_bytes"])}
+    with suppress(OSError, LookupError, ValueError):
+        devices = [line.split(":", 1) for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
+        rows = [list(map(float, numbers.split())) for name, numbers in devices if name.strip() != "lo"]
+        found |= {"network_received": sum(row[0] for row in rows), "network_sent": sum(row[8] for row in rows)}
+    return found

@@ -102,11 +102,9 @@ class Telemetry:
             self._recompilations = RecompilationMonitor(self._runtime, self._report_compilation)
             self._device_reads = DeviceReadMonitor(self._runtime, self._report_device_reads)
 
-    def step_begins(self, step: int, batch: StepBatch, rate: float) -> None:
-        """Step number `step`, from 1, begins with this learning rate."""
+    def step_begins(self, batch: StepBatch) -> None:
         if (progress := current()) is not None:
             progress.step_begins()
-        self.anomalies.begin(step, rate)
         if self._recompilations is not None:
             self._recompilations.begin(batch)
 
@@ -180,8 +178,10 @@ class Telemetry:
         )
 
     def _report_compilation(self, step: int, where: str, count: int, reason: str, cached: int | None) -> None:
-        place = {"step": f"step {step}", "evaluation": f"the evaluation after step {step}"}
-        message = f"{place.get(where, f'the save of step {step}')} {_made(count, cached)}: {reason}"
+        place = {"evaluation": "the evaluation after ", "save": "the save of "}.get(where, "")
+        made = "a graph again" if count == 1 else f"{count} graphs again"
+        read = f", {cached} of which the compile cache had" if cached else ""
+        message = f"{place}step {step} compiled {made}{read}: {reason}"
         self._compilations += 1
         if self._compilations <= MAX_COMPILATIONS:
             told = {"where": where, "count": count, "cached": cached, "reason": reason}
@@ -198,12 +198,3 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return told.stdout.strip() or None
-
-
-def _made(count: int, cached: int | None) -> str:
-    """How the process came by so many graphs."""
-    graphs = "a graph" if count == 1 else f"{count} graphs"
-    if cached == count:
-        return f"read {graphs} from the compile cache"
-    missing = "" if cached is None else f", {count - cached} of which the compile cache did not have"
-    return f"compiled {graphs} again{missing}"

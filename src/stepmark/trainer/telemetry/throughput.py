@@ -160,18 +160,14 @@ class TotalFlos:
     def tokens(self, batch: StepBatch) -> float:
         """The tokens of a step on all ranks, assuming that samples are on average as long as on this one."""
         name = getattr(self._model, "main_input_name", "input_ids")
-        made = [(each.rows, each.inputs[name]) for each in batch if _has_tensor(each.inputs, name)]
+        given = ((each.rows, each.inputs.get(name)) for each in batch if isinstance(each.inputs, Mapping))
+        made = [(count, each) for count, each in given if isinstance(each, Tensor) and each.dim() and len(each)]
         rows = sum(count for count, _ in made)
         counts = [count if rows else len(tensor) for count, tensor in made]  # a rank may have filler alone
         if not sum(counts):
             return 0.0
         tokens = sum(count * tensor[0].numel() for count, (_, tensor) in zip(counts, made, strict=True))
         return tokens * batch.samples / sum(counts)
-
-
-def _has_tensor(inputs: Any, name: str) -> bool:
-    found = inputs.get(name) if isinstance(inputs, Mapping) else None
-    return isinstance(found, Tensor) and found.dim() > 0 and len(found) > 0
 
 
 INSTANCE = Path("/sys/devices/virtual/dmi/id/product_name")  # on EC2: the instance type

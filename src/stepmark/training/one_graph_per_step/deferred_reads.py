@@ -46,10 +46,10 @@ def read_numbers(value: Any) -> Any:
 
 def _method(operation: Callable[..., Any], *, deferred: bool, swapped: bool = False) -> Callable[..., Any]:
     def apply(*values: Any) -> Any:
-        ordered = values[::-1] if swapped else values
-        return (
-            DeferredNumber(lambda: operation(*read_numbers(ordered))) if deferred else operation(*read_numbers(ordered))
-        )
+        def compute() -> Any:
+            return operation(*read_numbers(values[::-1] if swapped else values))
+
+        return DeferredNumber(compute) if deferred else compute()
 
     return apply
 
