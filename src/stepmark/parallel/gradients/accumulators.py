@@ -348,7 +348,7 @@ class ShardAccumulator:
         self._sums: list[Tensor | None] = [None] * len(self.parameters)
         self._layers = list({id(layer): layer for layer in map(layer_of, self.parameters)}.values())
         self.calls, self.copies = self._layers[0].calls, self._layers[0].copies
-        self._numbers = [self.calls.number(f"has a gradient of {name}") for name in names]
+        self._words = [f"has a gradient of {name}" for name in names]
         for layer in self._layers:
             layer.dtype = reduce_dtype
         self._hook()
@@ -385,7 +385,7 @@ class ShardAccumulator:
         if part is not None:
             self._sums[index] = part if total is None else total.add_(part)
         self._arrived[-1].append(index)
-        self.calls.note(self._numbers[index])
+        self.calls.note(self._words[index])
         parameter.grad = None
 
     def collect(self) -> None:
