@@ -34,7 +34,7 @@ from stepmark.launch.rank_count import RankCount
 from stepmark.launch.restarts import RestartedRun, Restarts
 from stepmark.launch.signal_handlers import IGNORABLE, STOPPING, handler_afterwards
 from stepmark.launch.signal_listener import Interrupts
-from stepmark.launch.step_board import NO_STEP, StepBoard, StepPlace
+from stepmark.launch.step_board import NO_STEP, StepPlace, make_board, read_board
 from stepmark.launch.threads import chosen_threads
 from stepmark.launch.world import World, number_in
 from stepmark.liveness.failure_report import OUTPUT_CLOSED, REPORTS, SECRET, FailureReport, read_failure_reports
@@ -165,7 +165,7 @@ class _Outcome:
 def _attempt(make: Callable[..., _Ranks], command: Sequence[str], nproc: int, signals: ForwardedSignals) -> _Outcome:
     """Starts the ranks once, and returns when all have ended. Raises OSError if they cannot be started."""
     with _reports_folder() as reports, socket.create_server(("127.0.0.1", 0)) as listener:
-        board = StepBoard(reports, nproc)
+        make_board(reports, nproc)
         ranks = make(command, nproc, reports, listener)
         ranks.start()
         listener.close()
@@ -183,7 +183,7 @@ def _attempt(make: Callable[..., _Ranks], command: Sequence[str], nproc: int, si
         if failure.message == OUTPUT_CLOSED:  # as with `| head`
             return _Outcome(failure.exit_code)
         prefix = f"rank {failure.rank}: " if nproc > 1 and failure.exit_code != 2 else ""
-        place = board.read()[failure.rank]
+        place = read_board(reports)[failure.rank]
         return _Outcome(
             failure.exit_code, failure, f"{prefix}{failure.message}", place, INTERRUPTED in ranks.exit_codes
         )
