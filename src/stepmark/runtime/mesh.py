@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from stepmark.errors import UsageError
+from stepmark.launch.joining import TIMEOUT, quiet_stdout
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.collectives import (
     BridgeCollectives,
@@ -20,7 +21,7 @@ from stepmark.runtime.collectives import (
     GroupCollectives,
     NoCollectives,
 )
-from stepmark.runtime.context import TIMEOUT, Context, backend_for, quiet_stdout, start
+from stepmark.runtime.context import Context, backend_for, start
 from stepmark.runtime.rank_grid import RankGrid, group_of, with_every_rank
 from stepmark.runtime.stage_transfers import GroupLinks, StageLinks
 from stepmark.sharding.logical_ranks import FIELD, LogicalRanks
