@@ -202,8 +202,8 @@ class SimulatedCollectives(GroupCollectives):
         with self._tracker.within(COMMUNICATION):
             return super().exchange_shards(tensor, senders)
 
-    def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return lambda: tensor
+    def start_all_reduce(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
+        return (lambda: tensor) if dtype in (None, tensor.dtype) else super().start_all_reduce(tensor, dtype)
 
     def all_to_all(self, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int]) -> list[Tensor]:
         with self._tracker.within(COMMUNICATION):
