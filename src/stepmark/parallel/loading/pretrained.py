@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepmark.errors import CheckpointMismatch, UsageError
-from stepmark.parallel.loading.tensor_source import FileTensor, StoredSource, TensorSource
+from stepmark.parallel.loading.tensor_source import FileTensor, StoredSource
 from stepmark.runtime.module_placement import replace
 from stepmark.sharding.layout import Box, Layout
 
@@ -17,7 +17,7 @@ Stored = Mapping[str, FileTensor]
 Named = dict[str, StoredSource]
 
 
-def prepare(model: Any, stored: Stored, config: Any) -> dict[str, TensorSource]:
+def prepare(model: Any, stored: Stored, config: Any) -> Named:
     """Ties tied parameters, converts parameters to their final dtype and sets the values of buffers.
 
     Returns the sources of the parameters by name. `config` is transformers' account of this loading. Raises
@@ -29,7 +29,7 @@ def prepare(model: Any, stored: Stored, config: Any) -> dict[str, TensorSource]:
     _check(model, named, wanted, missing, config.pretrained_model_name_or_path)
     _apply_dtypes(model, config)
     _fill_buffers(model, named)
-    return dict(named)
+    return named
 
 
 def take_names(model: Any, stored: Stored, config: Any, wanted: Mapping[str, Tensor]) -> Named:

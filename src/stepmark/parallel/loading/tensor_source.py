@@ -1,8 +1,8 @@
 """Sources of a parameter's values, from which a rank reads only its own shard.
 
-A `TensorSource` knows a global tensor's shape and can give any box of it. `StoredSource` is one in safetensors files,
-of which only the bytes asked for are read, through a buffer of `BUFFER` bytes; memory maps are not used, because their
-pages count as the process's memory, and a file that shrinks under them ends the process.
+A source knows a global tensor's shape and can give any box of it. `StoredSource` is one in safetensors files, of which
+only the bytes asked for are read, through a buffer of `BUFFER` bytes; memory maps are not used, because their pages
+count as the process's memory, and a file that shrinks under them ends the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,16 +29,6 @@ from stepmark.sharding.views import block_views, narrow
 
 BUFFER = 8 << 20
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-
-
-class TensorSource(Protocol):
-    """The values of one global tensor."""
-
-    @property
-    def shape(self) -> Shape: ...
-
-    def fill(self, local: Tensor, layout: Layout) -> None:
-        """Writes the parts of `layout` into `local`, on the host, converted to its dtype; the rest stays."""
 
 
 def passing(numel: int, dtype: torch.dtype) -> Tensor:
@@ -131,7 +121,8 @@ class StoredSource:
         return self.pieces[0][0].name
 
     def fill(self, local: Tensor, layout: Layout) -> None:
-        """See `TensorSource`; of each piece, only what the layout has of it is read."""
+        """Writes the parts of `layout` into `local`, on the host, converted to its dtype; the rest stays. Of each
+        piece, only what the layout has of it is read."""
         for part in layout.parts:
             for block, view in block_views(local, part, 0, part.slice.numel):
                 for piece, place in self.pieces:
