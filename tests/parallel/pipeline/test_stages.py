@@ -118,7 +118,9 @@ def refused(model: Any, stages: int = 2, sizes: list[int] | None = None) -> str:
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
     small = {"num_layers": 2, "d_model": 8, "d_ff": 8, "d_kv": 4, "num_heads": 2, "vocab_size": 67}
-    assert "t5 is an encoder-decoder" in refused(T5ForConditionalGeneration(T5Config(**small)))
+    assert "T5ForConditionalGeneration is not among the models" in refused(
+        T5ForConditionalGeneration(T5Config(**small))
+    )
     narrow = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
     bert = AutoModelForCausalLM.from_config(BertConfig(**narrow, vocab_size=67, is_decoder=True))
     assert "BertLMHeadModel is not among the models" in refused(bert)
