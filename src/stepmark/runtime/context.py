@@ -191,10 +191,8 @@ def _check_devices(world: World, runtime: Runtime) -> None:
     from stepmark.runtime.xla import graph_world
 
     rank, size = graph_world()
-    if size != world.size:
-        raise LaunchError(f"PJRT sees {size} devices and the launcher started {world.size} ranks; start one per device")
-    if rank != world.rank:
+    if (rank, size) != (world.rank, world.size):
         raise LaunchError(
-            f"PJRT counts this process as rank {rank} and the launcher as rank {world.rank}; start the ranks with "
-            "stepmark train --nproc or torchrun, and leave PJRT's own variables unset"
+            f"PJRT sees this process as rank {rank} of {size} and the launcher as rank {world.rank} of {world.size}; "
+            "start one rank per device with stepmark train --nproc or torchrun, and leave PJRT's own variables unset"
         )

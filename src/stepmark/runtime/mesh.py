@@ -123,7 +123,11 @@ class Mesh:
         data = context.world.size // (tensor_parallel_size * pipeline_parallel_size)
         inner = {DATA: data, TENSOR: tensor_parallel_size}
         grid = RankGrid({PIPELINE: pipeline_parallel_size, **inner} if pipeline_parallel_size > 1 else inner)
-        _share_graphs(context, grid)
+        if getattr(context.runtime, "in_graph_collectives", False):
+            # From here on the ranks of one pipeline stage run the same graphs, which differ between stages.
+            stage_size = data * tensor_parallel_size
+            first = context.world.rank // stage_size * stage_size
+            _xla(context).graph_ranks = range(first, first + stage_size)
         axes = {axis: _collectives(context, grid.groups(axis), axis == PIPELINE) for axis in grid.axes}
         counts = [count for count in range(2, tensor_parallel_size) if tensor_parallel_size % count == 0]
         replicas = {count: _collectives(context, grid.groups(TENSOR, count)) for count in counts}
@@ -263,15 +267,6 @@ def check_hosting(runtime: Runtime, tensor: int, expert: int, replicas: int | No
             f"{FIELD} and expert_parallel_size: the tokens that meet at an expert would depend on the number of "
             "processes; divide experts over tensor parallel ranks alone, or leave it out"
         )
-
-
-def _share_graphs(context: Context, grid: RankGrid) -> None:
-    """From here on the ranks of one pipeline stage run the same graphs, which differ between stages."""
-    if not getattr(context.runtime, "in_graph_collectives", False):
-        return
-    stage_size = grid.axes[DATA] * grid.axes[TENSOR]
-    first = context.world.rank // stage_size * stage_size
-    _xla(context).graph_ranks = range(first, first + stage_size)
 
 
 def _links(context: Context, pipelines: list[list[int]]) -> StageLinks:
