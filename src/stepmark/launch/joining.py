@@ -76,8 +76,8 @@ def _choose_interface(world: World, roster: Roster) -> None:
     interface = interface_of(address) if address is not None else None
     if address is None or interface is None or is_loopback(address):
         raise LaunchError(
-            f"{world.here}: no network interface leads to {others[0].described} "
-            f"({others[0].address or others[0].server or 'address unknown'}), since the address on the way there is "
+            f"{world.here}: no network interface leads to rank {others[0].rank} on {others[0].host} "
+            f"({others[0].address or 'address unknown'}), since the address on the way there is "
             f"{address or 'unknown'}; set {INTERFACE} to the interface that all nodes share"
         )
     os.environ[INTERFACE] = interface
@@ -85,8 +85,7 @@ def _choose_interface(world: World, roster: Roster) -> None:
 
 def _own_address(own: Peer, others: list[Peer]) -> str | None:
     """The address at which other nodes reach this rank: its own on the route to a node whose address is known."""
-    to_server = own.address is not None and own.server is not None and not is_loopback(own.address)
-    if to_server and any(peer.rank == 0 for peer in others):
+    if own.address is not None and not is_loopback(own.address) and any(peer.rank == 0 for peer in others):
         return own.address
     known = (peer.address for peer in others if peer.address is not None and not is_loopback(peer.address))
     towards = next(known, None)

@@ -45,11 +45,6 @@ class Peer:
     process: int
     name: str
     address: str | None
-    server: str | None
-
-    @property
-    def described(self) -> str:
-        return f"rank {self.rank} on {self.host}"
 
 
 @dataclass(frozen=True)
@@ -68,9 +63,8 @@ class Meeting:
         self._store = dist.PrefixStore(f"stepmark/{world.run}/{world.size}", connection.store)
         self._world, self._clock = world, clock
         self._name = uuid.uuid4().hex
-        self._own = Peer(
-            world.rank, world.node, socket.gethostname(), os.getpid(), self._name, connection.address, connection.server
-        )
+        place = world.rank, world.node, socket.gethostname(), os.getpid()
+        self._own = Peer(*place, self._name, connection.address)
         self._hellos: set[int] = set()
 
     def join(self) -> Roster:

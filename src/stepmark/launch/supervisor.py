@@ -135,17 +135,14 @@ def check_nproc(ranks: int) -> None:
         raise UsageError("--nproc: this process is already one of several ranks; omit --nproc under torchrun or srun")
 
 
-def rank_command(arguments: Sequence[str], *others: str) -> list[str]:
-    """The same command line without --nproc, --min_nproc, and other options that have a value."""
-    dropped = ("--nproc", "--min_nproc", *others)
+def rank_command(arguments: Sequence[str]) -> list[str]:
+    """The same command line without --nproc and --min_nproc."""
     kept: list[str] = []
-    skip = False
-    for argument in arguments:
-        if skip or argument.startswith(tuple(f"{name}=" for name in dropped)):
-            skip = False
-        elif argument in dropped:
-            skip = True
-        else:
+    rest = iter(arguments)
+    for argument in rest:
+        if argument in ("--nproc", "--min_nproc"):
+            next(rest, None)
+        elif not argument.startswith(("--nproc=", "--min_nproc=")):
             kept.append(argument)
     return [sys.executable, "-P", "-m", "stepmark", *kept]  # -P: the current folder's modules are not ours
 
