@@ -130,7 +130,7 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
 def test_sizes_are_checked() -> None:
     model = build("llama", **FOUR)
     assert "5 stages" in refused(model, 5)
-    assert "names 3 stages, but there are 2" in refused(model, 2, [1, 2, 1])
+    assert "[1, 2, 1] should be 2 numbers" in refused(model, 2, [1, 2, 1])
     assert "the model's 4 layers, and it is 5" in refused(model, 2, [3, 2])
     assert plan_stages(model, 2, [1, 3]).bounds == ((0, 1), (1, 4))
 
