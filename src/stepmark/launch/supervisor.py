@@ -168,7 +168,7 @@ def _attempt(make: Callable[..., _Ranks], command: Sequence[str], nproc: int, si
         listener.close()
         with signals.to(ranks):
             ranks.wait()
-        if not ranks.failed:
+        if ranks.exit_codes == {0}:
             return _Outcome(0)
         if ranks.ended_at_once():
             shutil.rmtree(reports, ignore_errors=True)
@@ -227,10 +227,6 @@ class _Ranks:
     _signal_deadline: float | None = None
     _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _first_exit: tuple[int, int] | None = None
-
-    @property
-    def failed(self) -> bool:
-        return self._first_exit is not None
 
     def start(self) -> None:
         blocked = [signal.SIGINT] if self.unblocks_sigint else []  # which ranks inherit

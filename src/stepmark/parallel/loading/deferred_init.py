@@ -139,14 +139,12 @@ class DeferredInit(TorchDispatchMode):
             for name, tensor in [*module.named_buffers(recurse=False), *attributes]:
                 if self._is_deferred(tensor):
                     setattr(module, name, self._real(tensor))
-        sources = {id(parameter): self._settle(parameter) for parameter in model.parameters()}
+        sources = {}
+        for parameter in model.parameters():
+            sources[id(parameter)] = Drawn(tuple(parameter.shape), self._frozen(parameter).value)
+            if not self._is_deferred(parameter):
+                replace(parameter, torch.empty_like(parameter.detach(), device="meta"))
         return {name: sources[id(each)] for name, each in model.named_parameters(remove_duplicate=False)}
-
-    def _settle(self, parameter: nn.Parameter) -> Drawn:
-        later = self._frozen(parameter)
-        if not self._is_deferred(parameter):
-            replace(parameter, torch.empty_like(parameter.detach(), device="meta"))
-        return Drawn(tuple(parameter.shape), later.value)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
