@@ -64,16 +64,16 @@ def error_feedback(variant: str) -> Iterator[None]:
         yield
         return
     kept: dict[int, Tensor] = {}
-    sums = GroupCollectives.start_all_reduce_in
+    sums = GroupCollectives.start_all_reduce
 
-    def start(axis: GroupCollectives, dtype: torch.dtype, tensor: Tensor) -> Callable[[], Tensor]:
+    def start(axis: GroupCollectives, tensor: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
         if tensor.data_ptr() in kept:
             tensor.add_(kept[tensor.data_ptr()])
         rounded = tensor.to(dtype).float()
         kept[tensor.data_ptr()] = tensor - rounded
-        return sums(axis, dtype, tensor.copy_(rounded))
+        return sums(axis, tensor.copy_(rounded), dtype)
 
-    with patch.object(GroupCollectives, "start_all_reduce_in", start):
+    with patch.object(GroupCollectives, "start_all_reduce", start):
         yield
 
 

@@ -20,7 +20,7 @@ from stepmark.errors import (
 )
 from stepmark.launch.rank_count import RankCount
 from stepmark.launch.restarts import LONGEST_DELAY, Restarts, check_restarts
-from stepmark.launch.step_board import NO_STEP, StepBoard, StepPlace
+from stepmark.launch.step_board import NO_STEP, StepPlace, make_board, read_board
 from stepmark.liveness.failure_report import REPORTS, FailureReport
 from tests.support.supervised import PrintingRun
 
@@ -128,4 +128,5 @@ def test_a_loader_of_the_users_gives_the_step_alone() -> None:
 
 
 def test_the_board_begins_empty(tmp_path: Any) -> None:
-    assert StepBoard(tmp_path, 3).read() == [NO_STEP] * 3
+    make_board(tmp_path, 3)
+    assert read_board(tmp_path) == [NO_STEP] * 3

@@ -39,7 +39,7 @@ def layout(shape: tuple[int, ...], mesh: Sequence[int], coordinate: Coordinate, 
         for mesh_dim, placement in enumerate(placements)
         if placement is not None
     ]
-    return boxes_of(shape, cuts)
+    return boxes_of(shape, tuple(cuts))
 
 
 def cut_by_torch(tensor: Tensor, mesh: Sequence[int], coordinate: Coordinate, placements: Sequence[Any]) -> Tensor:
@@ -105,11 +105,8 @@ def test_a_strided_shard_without_later_cuts_takes_a_chunk_of_each_piece(
 
 
 def test_an_order_of_cuts_that_a_dtensor_gives_is_followed() -> None:
-    class Entry:
-        tensor_dim, mesh_dims = 0, (1, 0)
-
     for index, other in coordinates((2, 3)):
-        found = boxes_of((10,), [Cut(0, 0, 2, index), Cut(1, 0, 3, other)], [Entry()])
+        found = boxes_of((10,), (Cut(0, 0, 2, index), Cut(1, 0, 3, other)), ((0, (1, 0)),))
         same(found, numbers((10,)), numbers((10,)).chunk(3)[other].chunk(2)[index])
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from stepmark.__main__ import main
 from stepmark.checkpoint.operation import Operation
+from stepmark.launch import joining
 from stepmark.runtime import context, mesh
 from stepmark.training.step import TrainStep
 
@@ -43,5 +44,5 @@ if __name__ == "__main__":
     Operation.enter = enter_and_stay  # type: ignore[method-assign]
     TrainStep.__call__ = stay_and_step  # type: ignore[method-assign]
     if "COLLECTIVE_SECONDS" in os.environ:
-        context.TIMEOUT = mesh.TIMEOUT = timedelta(seconds=float(os.environ["COLLECTIVE_SECONDS"]))
+        joining.TIMEOUT = context.TIMEOUT = mesh.TIMEOUT = timedelta(seconds=float(os.environ["COLLECTIVE_SECONDS"]))
     main(arguments)

@@ -143,7 +143,7 @@ def test_dropout_of_adapters(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("lora", "options", "words"),
     [
-        ({"use_dora": True}, {}, "uses DoRA"),
+        ({"use_dora": True}, {}, "q_proj has an adapter of type lora.DoraLinearVariant"),
         ({"trainable_token_indices": [1, 2]}, {}, "trainable_token_indices"),
         ({"modules_to_save": ["mlp"]}, {}, "mlp.gate_proj is inside a module that modules_to_save"),
         ({}, {"pipeline_parallel_size": 2, "tensor_parallel_size": 1}, "pipeline_parallel_size"),

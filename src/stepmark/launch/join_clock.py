@@ -51,11 +51,6 @@ class JoinClock:
         """Seconds until the timeout."""
         return self.timeout - self._passed
 
-    @property
-    def due(self) -> bool:
-        """Whether a message is due, or an error."""
-        return self._passed > min(self._next_line, self.timeout)
-
     def tick(self, describe: Callable[[], str | None]) -> None:
         """Waits a moment. If a message is due, prints what `describe` returns, unless that is None."""
         self._say_if_due(describe)

@@ -8,10 +8,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -25,24 +28,37 @@ from stepmark.launch.world import World
 from stepmark.liveness.failure_report import REPORTS
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
+TIMEOUT = timedelta(hours=2)  # of collectives: longer than any compilation that another rank waits for
 _FAILED = "connecting-failed"
 
 
-def connect(
-    world: World, clock: JoinClock, store: dist.Store | None, make_group: Callable[[dist.Store], None] | None
-) -> dist.Store:
+def connect(world: World, clock: JoinClock, store: dist.Store | None, backend: str | None) -> dist.Store:
     """Joins the other ranks through `store`, or the store that the launcher's variables name, and creates the process
-    group. Returns the store of this start of the run.
+    group, unless `backend` is None: then the script has. Returns the store of this start of the run.
 
     Raises LaunchError if a rank is missing, or cannot be reached.
     """
     connection = open_store(world, clock) if store is None else StoreConnection(store)
     roster = Meeting(connection, world, clock).join()
     own = dist.PrefixStore(f"stepmark/{roster.token}", connection.store)
-    if make_group is not None:
+    if backend is not None:
         _choose_interface(world, roster)
-        _make_group(world, clock, own, roster, make_group)
+        _make_group(world, clock, own, roster, backend)
     return own
+
+
+@contextlib.contextmanager
+def quiet_stdout() -> Iterator[None]:
+    """Silences standard output, to which gloo logs every connection from C++."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def _choose_interface(world: World, roster: Roster) -> None:
@@ -60,8 +76,8 @@ def _choose_interface(world: World, roster: Roster) -> None:
     interface = interface_of(address) if address is not None else None
     if address is None or interface is None or is_loopback(address):
         raise LaunchError(
-            f"{world.here}: no network interface leads to {others[0].described} "
-            f"({others[0].address or others[0].server or 'address unknown'}), since the address on the way there is "
+            f"{world.here}: no network interface leads to rank {others[0].rank} on {others[0].host} "
+            f"({others[0].address or 'address unknown'}), since the address on the way there is "
             f"{address or 'unknown'}; set {INTERFACE} to the interface that all nodes share"
         )
     os.environ[INTERFACE] = interface
@@ -69,19 +85,20 @@ def _choose_interface(world: World, roster: Roster) -> None:
 
 def _own_address(own: Peer, others: list[Peer]) -> str | None:
     """The address at which other nodes reach this rank: its own on the route to a node whose address is known."""
-    to_server = own.address is not None and own.server is not None and not is_loopback(own.address)
-    if to_server and any(peer.rank == 0 for peer in others):
+    if own.address is not None and not is_loopback(own.address) and any(peer.rank == 0 for peer in others):
         return own.address
     known = (peer.address for peer in others if peer.address is not None and not is_loopback(peer.address))
     towards = next(known, None)
     return None if towards is None else address_towards(towards)
 
 
-def _make_group(
-    world: World, clock: JoinClock, store: dist.Store, roster: Roster, make_group: Callable[[dist.Store], None]
-) -> None:
+def _make_group(world: World, clock: JoinClock, store: dist.Store, roster: Roster, backend: str) -> None:
     """Makes the process group, or raises LaunchError on all ranks if one cannot connect."""
     watched: list[dist.Store] = []  # a second connection, since a pending request blocks its connection
+
+    def make() -> None:
+        with quiet_stdout():
+            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
 
     def watch() -> str | None:
         watched[:] = watched or [store.clone()]  # type: ignore[attr-defined]
@@ -91,7 +108,7 @@ def _make_group(
         return f"{describe_ranks(world, missing)} not connected yet" if world.rank == 0 else None
 
     try:
-        JoinClock(clock.timeout).call(lambda: make_group(store), watch)
+        JoinClock(clock.timeout).call(make, watch)
         store.set(f"connected/{world.rank}", "")
     except TimeoutError:
         _fail(world, store, f"not all ranks have connected within {clock.timeout:g} s ({SETTING})")

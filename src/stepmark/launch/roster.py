@@ -16,7 +16,9 @@ from __future__ import annotations
 import os
 import socket
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -43,11 +45,6 @@ class Peer:
     process: int
     name: str
     address: str | None
-    server: str | None
-
-    @property
-    def described(self) -> str:
-        return f"rank {self.rank} on {self.host}"
 
 
 @dataclass(frozen=True)
@@ -66,10 +63,8 @@ class Meeting:
         self._store = dist.PrefixStore(f"stepmark/{world.run}/{world.size}", connection.store)
         self._world, self._clock = world, clock
         self._name = uuid.uuid4().hex
-        self._own = Peer(
-            world.rank, world.node, socket.gethostname(), os.getpid(), self._name, connection.address, connection.server
-        )
-        self._written: Roster | None = None
+        place = world.rank, world.node, socket.gethostname(), os.getpid()
+        self._own = Peer(*place, self._name, connection.address)
         self._hellos: set[int] = set()
 
     def join(self) -> Roster:
@@ -95,7 +90,7 @@ class Meeting:
         if self._world.rank == 0:
             self._root.set("stepmark/run", ours)
         while not self._root.check(["stepmark/run"]):
-            self._wait(f"rank 0 has not joined {self._world.place}")
+            self._wait(lambda: f"rank 0 has not joined {self._world.place}")
         theirs = self._root.get("stepmark/run").decode()
         if theirs != ours:
             raise LaunchError(
@@ -119,32 +114,20 @@ class Meeting:
     # Rank 0
 
     def _lead(self) -> Roster:
-        ready: set[int] = set()
+        keys = [f"hello/{rank}" for rank in range(self._world.size)]
+        roster = Roster("", [])
+        missing: set[int] = set()
         while True:
-            roster = self._current_roster()
-            if roster is not self._written:
-                ready, self._written = set(), roster
-                if roster is not None:
+            if not (absent := self._absent()):
+                peers = [Peer(**unpack(value)) for value in self._store.multi_get(keys)]  # type: ignore[attr-defined]
+                if peers != roster.peers:
+                    roster, missing = Roster(uuid.uuid4().hex, peers), set(range(1, self._world.size))
                     self._store.set("roster", pack([roster.token, roster.peers]))  # type: ignore[arg-type]
-            if roster is not None:
-                absent = set(range(1, self._world.size)) - ready
-                ready |= {rank for rank in absent if self._store.check([f"ready/{roster.token}/{rank}"])}
-                if len(ready) == self._world.size - 1:
+                missing = {rank for rank in missing if not self._store.check([f"ready/{roster.token}/{rank}"])}
+                if not missing:
                     self._store.set(f"go/{roster.token}", "")
                     return roster
-            there = ready if roster is not None else self._hellos
-            self._wait(self._missing(set(range(1, self._world.size)) - there))
-
-    def _current_roster(self) -> Roster | None:
-        """The roster according to the current hellos; None while one is missing."""
-        if self._absent():
-            return None
-        keys = [f"hello/{rank}" for rank in range(self._world.size)]
-        values = self._store.multi_get(keys)  # type: ignore[attr-defined]
-        peers = [Peer(**unpack(value)) for value in values]
-        if self._written is not None and self._written.peers == peers:
-            return self._written
-        return Roster(uuid.uuid4().hex, peers)
+            self._wait(partial(self._missing, absent or missing))
 
     # The other ranks
 
@@ -161,7 +144,7 @@ class Meeting:
                     self._store.set(f"ready/{roster.token}/{self._world.rank}", "")
                 if self._store.check([f"go/{roster.token}"]):
                     return roster
-            self._wait(self._seen_missing() if launcher_serves() else None)
+            self._wait(self._seen_missing)
 
     def _absent(self) -> set[int]:
         """Ranks without a hello."""
@@ -170,8 +153,9 @@ class Meeting:
         return absent - self._hellos
 
     def _seen_missing(self) -> str | None:
-        """Which ranks are missing, if rank 0 is among them and this rank is the first that has joined."""
-        absent = self._absent() if self._clock.due else set()
+        """Which ranks are missing, if rank 0 is among them, which then serves no store, and this rank is the first that
+        has joined."""
+        absent = self._absent() if launcher_serves() else set()
         return self._missing(absent) if absent and min(self._hellos) == self._world.rank else None
 
     # Waiting
@@ -181,13 +165,13 @@ class Meeting:
         verb = "has" if len(ranks) == 1 else "have"
         return f"{count} {verb} not joined {self._world.place}: {describe_ranks(self._world, ranks)}"
 
-    def _wait(self, waiting: str | None) -> None:
-        """Waits a moment; `waiting` is the message, on the one rank that prints it."""
+    def _wait(self, describe: Callable[[], str | None]) -> None:
+        """Waits a moment; `describe` gives the message, on the one rank that prints it."""
         if self._store.check([_GAVE_UP]):
             raise PeerFailed(self._store.get(_GAVE_UP).decode())
         if self._clock.left < 0:
-            self._give_up(waiting)
-        self._clock.tick(lambda: waiting)
+            self._give_up(describe())
+        self._clock.tick(describe)
 
     def _give_up(self, waiting: str | None) -> NoReturn:
         absent = self._absent()

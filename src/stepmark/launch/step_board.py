@@ -51,18 +51,14 @@ class StepPlace:
 NO_STEP = StepPlace()
 
 
-class StepBoard:
+def make_board(folder: str, ranks: int) -> None:
+    """In the supervisor's folder for reports."""
+    (Path(folder) / _FILE).write_bytes(bytes(_FORMAT.size * ranks))
+
+
+def read_board(folder: str) -> list[StepPlace]:
     """The places of all ranks."""
-
-    def __init__(self, folder: str | os.PathLike[str], ranks: int) -> None:
-        """Creates the board in the supervisor's folder for reports."""
-        self._ranks = ranks
-        self._path = Path(folder) / _FILE
-        self._path.write_bytes(bytes(_FORMAT.size * ranks))
-
-    def read(self) -> list[StepPlace]:
-        content = self._path.read_bytes()
-        return [StepPlace(*_FORMAT.unpack_from(content, _FORMAT.size * rank)) for rank in range(self._ranks)]
+    return [StepPlace(*each) for each in _FORMAT.iter_unpack((Path(folder) / _FILE).read_bytes())]
 
 
 def show_step(place: StepPlace) -> None:

@@ -26,12 +26,10 @@ _CONNECTING = 3.0  # seconds for one attempt
 
 @dataclass(frozen=True)
 class StoreConnection:
-    """The store, this machine's address on the route to it, and the server's address; both addresses are None on the
-    rank that serves the store."""
+    """The store, and this machine's address on the route to it; None on the rank that serves the store."""
 
     store: dist.Store
     address: str | None = None
-    server: str | None = None
 
 
 def open_store(world: World, clock: JoinClock) -> StoreConnection:
@@ -42,14 +40,14 @@ def open_store(world: World, clock: JoinClock) -> StoreConnection:
     """
     if world.rank == 0 and not launcher_serves():
         return StoreConnection(_named(_serve(world)))
-    address, server = _wait_for_port(world, clock)
+    address = _wait_for_port(world, clock)
     try:
         left = timedelta(seconds=max(clock.left, 1.0))
         store = clock.call(lambda: _tcp_store(world, left), lambda: _line(world, "no answer"))
     except (TimeoutError, RuntimeError) as error:
         raise LaunchError(unreachable(world, clock, str(error) or "no answer")) from None
     store.set_timeout(ANSWER)
-    return StoreConnection(_named(store), address, server)
+    return StoreConnection(_named(store), address)
 
 
 def _named(store: dist.Store) -> dist.Store:
@@ -75,13 +73,13 @@ def _tcp_store(world: World, timeout: timedelta, **serving: Any) -> dist.Store:
     return dist.TCPStore(*place, timeout=timeout, wait_for_workers=False, **serving)
 
 
-def _wait_for_port(world: World, clock: JoinClock) -> tuple[str, str]:
-    """Waits until the store's port is open. Returns the addresses of both ends of the connection, the server's last."""
+def _wait_for_port(world: World, clock: JoinClock) -> str:
+    """Waits until the store's port is open. Returns this machine's address in the connection."""
     while True:
         try:
             place = (world.master_address, world.master_port)
             with socket.create_connection(place, min(_CONNECTING, max(clock.left, 0.1))) as probe:
-                return str(probe.getsockname()[0]), str(probe.getpeername()[0])
+                return str(probe.getsockname()[0])
         except OSError as error:
             problem = error.strerror or str(error) or "no answer"
         if clock.left < 0:

@@ -34,7 +34,7 @@ from stepmark.launch.rank_count import RankCount
 from stepmark.launch.restarts import RestartedRun, Restarts
 from stepmark.launch.signal_handlers import IGNORABLE, STOPPING, handler_afterwards
 from stepmark.launch.signal_listener import Interrupts
-from stepmark.launch.step_board import NO_STEP, StepBoard, StepPlace
+from stepmark.launch.step_board import NO_STEP, StepPlace, make_board, read_board
 from stepmark.launch.threads import chosen_threads
 from stepmark.launch.world import World, number_in
 from stepmark.liveness.failure_report import OUTPUT_CLOSED, REPORTS, SECRET, FailureReport, read_failure_reports
@@ -135,17 +135,14 @@ def check_nproc(ranks: int) -> None:
         raise UsageError("--nproc: this process is already one of several ranks; omit --nproc under torchrun or srun")
 
 
-def rank_command(arguments: Sequence[str], *others: str) -> list[str]:
-    """The same command line without --nproc, --min_nproc, and other options that have a value."""
-    dropped = ("--nproc", "--min_nproc", *others)
+def rank_command(arguments: Sequence[str]) -> list[str]:
+    """The same command line without --nproc and --min_nproc."""
     kept: list[str] = []
-    skip = False
-    for argument in arguments:
-        if skip or argument.startswith(tuple(f"{name}=" for name in dropped)):
-            skip = False
-        elif argument in dropped:
-            skip = True
-        else:
+    rest = iter(arguments)
+    for argument in rest:
+        if argument in ("--nproc", "--min_nproc"):
+            next(rest, None)
+        elif not argument.startswith(("--nproc=", "--min_nproc=")):
             kept.append(argument)
     return [sys.executable, "-P", "-m", "stepmark", *kept]  # -P: the current folder's modules are not ours
 
@@ -165,13 +162,13 @@ class _Outcome:
 def _attempt(make: Callable[..., _Ranks], command: Sequence[str], nproc: int, signals: ForwardedSignals) -> _Outcome:
     """Starts the ranks once, and returns when all have ended. Raises OSError if they cannot be started."""
     with _reports_folder() as reports, socket.create_server(("127.0.0.1", 0)) as listener:
-        board = StepBoard(reports, nproc)
+        make_board(reports, nproc)
         ranks = make(command, nproc, reports, listener)
         ranks.start()
         listener.close()
         with signals.to(ranks):
             ranks.wait()
-        if not ranks.failed:
+        if ranks.exit_codes == {0}:
             return _Outcome(0)
         if ranks.ended_at_once():
             shutil.rmtree(reports, ignore_errors=True)
@@ -183,7 +180,7 @@ def _attempt(make: Callable[..., _Ranks], command: Sequence[str], nproc: int, si
         if failure.message == OUTPUT_CLOSED:  # as with `| head`
             return _Outcome(failure.exit_code)
         prefix = f"rank {failure.rank}: " if nproc > 1 and failure.exit_code != 2 else ""
-        place = board.read()[failure.rank]
+        place = read_board(reports)[failure.rank]
         return _Outcome(
             failure.exit_code, failure, f"{prefix}{failure.message}", place, INTERRUPTED in ranks.exit_codes
         )
@@ -230,10 +227,6 @@ class _Ranks:
     _signal_deadline: float | None = None
     _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _first_exit: tuple[int, int] | None = None
-
-    @property
-    def failed(self) -> bool:
-        return self._first_exit is not None
 
     def start(self) -> None:
         blocked = [signal.SIGINT] if self.unblocks_sigint else []  # which ranks inherit

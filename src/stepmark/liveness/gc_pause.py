@@ -7,28 +7,16 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 
+@dataclass
 class _Pause:
     """How many blocks are open, in all threads, and whether garbage was collected before the first of them."""
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # a signal's handler may interrupt the thread that has it
-        self.open = 0
-        self.collects = False
-
-    def enter(self) -> None:
-        with self.lock:
-            self.open += 1
-            if self.open == 1:
-                self.collects = gc.isenabled()
-                gc.disable()
-
-    def leave(self) -> None:
-        with self.lock:
-            self.open -= 1
-            if self.open == 0 and self.collects:
-                gc.enable()
+    lock: threading.RLock = field(default_factory=threading.RLock)  # a signal's handler may interrupt who has it
+    open: int = 0
+    collects: bool = False
 
 
 _pause = _Pause()
@@ -50,11 +38,18 @@ os.register_at_fork(after_in_child=_forget_threads)
 def without_collection() -> Iterator[None]:
     """Inside the block, no thread of this process collects garbage; once the last such block is left, as before."""
     pause = _pause
-    pause.enter()
+    with pause.lock:
+        pause.open += 1
+        if pause.open == 1:
+            pause.collects = gc.isenabled()
+            gc.disable()
     try:
         yield
     finally:
-        pause.leave()
+        with pause.lock:
+            pause.open -= 1
+            if pause.open == 0 and pause.collects:
+                gc.enable()
 
 
 @contextmanager

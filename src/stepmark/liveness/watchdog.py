@@ -91,27 +91,19 @@ class ExternalWatchdog:
             os.set_blocking(self._process.stdin.fileno(), False)  # it may be stopped
             atexit.register(self.close)
 
-    def close(self) -> None:
-        process = self._let_go()
-        if process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(CLOSING)
-
-    def forget(self) -> None:
-        """In a forked process: the helper belongs to the parent."""
-        process = self._let_go()
-        if process is not None:
-            process.returncode = 0  # not a child of this process, so there is nothing to wait for
-
-    def _let_go(self) -> subprocess.Popen[bytes] | None:
-        """Closes the helper's input, at whose end it exits unless another process has it open."""
+    def close(self, *, forked: bool = False) -> None:
+        """Closes the helper's input, at whose end it exits unless another process has it open. `forked`: in a forked
+        process, whose parent the helper belongs to."""
         process, self._process = self._process, None
         if process is None or process.stdin is None:
-            return None
+            return
         atexit.unregister(self.close)
         with contextlib.suppress(OSError, ValueError):
             process.stdin.close()
-        return process
+        if forked:
+            process.returncode = 0  # not a child of this process, so there is nothing to wait for
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(CLOSING)
 
 
 class Deadline:
@@ -195,7 +187,7 @@ class Watchdog:
 
     def forget(self) -> None:
         """In a forked child, which has none of the threads."""
-        self._external.forget()
+        self._external.close(forked=True)
         self.__init__()  # type: ignore[misc]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,18 +54,13 @@ class Member:
     def of(cls, name: str, parameter: nn.Parameter, begin: int) -> Member:
         shape = tuple(parameter.shape)
         layout = layout_of(parameter) or Layout.full(shape)
-        places = [_place_of_run(part, shape) for part in layout.parts]
-        if None not in places:
-            runs = zip((part.slice for part in layout.parts), places, strict=True)
-            return cls(name, parameter, begin, (Box.full(shape),), tuple((p, at) for p, at in runs if at is not None))
-        boxes, slices, filled = [], [], 0
-        for part in layout.parts:
-            assert isinstance(part.at, tuple)
-            boxes.append(Box(part.at, part.slice.box.lengths))
-            slices.append((part.slice, filled))
-            filled += part.slice.numel
-        assert filled == parameter.numel()
-        return cls(name, parameter, begin, tuple(boxes), tuple(slices))
+        slices = [part.slice for part in layout.parts]
+        boxes: tuple[Box, ...] = (Box.full(shape),)
+        places: list[Any] = [_place_of_run(part, shape) for part in layout.parts]
+        if None in places:
+            boxes = tuple(Box(part.at, part.slice.box.lengths) for part in layout.parts)  # type: ignore[arg-type]
+            places = list(accumulate((each.numel for each in slices[:-1]), initial=0))
+        return cls(name, parameter, begin, boxes, tuple(zip(slices, places, strict=True)))
 
     @classmethod
     def in_place(cls, name: str, parameter: nn.Parameter, begin: int) -> Member:

@@ -50,11 +50,10 @@ PIECES, BITS = 3, 12  # of a digest that ranks add up: sums of pieces are exact 
 
 
 class Calls(NamedTuple):
-    """What a rank has gathered, reduced and received, one after the other: the latest of them as positions in `words`,
-    and a checksum of all."""
+    """What a rank has gathered, reduced and received, one after the other: the latest of them in words, and a checksum
+    of all."""
 
-    made: Sequence[int]
-    words: Sequence[str] = ()
+    made: Sequence[str]
     checksum: int = 0
 
     def digest(self) -> list[float]:
@@ -64,7 +63,7 @@ class Calls(NamedTuple):
     @property
     def reduces(self) -> bool:
         """Whether gradients of any layer were reduced."""
-        return any(self.words[each].startswith(REDUCES) for each in self.made)
+        return any(each.startswith(REDUCES) for each in self.made)
 
     def compare(self, host: HostGroup) -> None:
         """Raises UsageError on all ranks where their calls differ. Collective."""
@@ -72,7 +71,7 @@ class Calls(NamedTuple):
         if all(each == told[0] for each in told):
             return
         other = next(rank for rank, each in enumerate(told) if each != told[0])
-        calls = [host.broadcast([self.words[each] for each in self.made], source) for source in (0, other)]
+        calls = [host.broadcast(list(self.made), source) for source in (0, other)]
         one, another = next(
             pair for pair in zip_longest(*calls, fillvalue="calls no further layer") if len({*pair}) > 1
         )
@@ -86,30 +85,24 @@ class LayerCalls:
     """Records the calls of a model's layers, of which a loop without our steps may make any number."""
 
     def __init__(self) -> None:
-        self._words: list[str] = []
-        self._made: deque[int] = deque(maxlen=KEPT)
+        self._made: deque[str] = deque(maxlen=KEPT)
         self._checksum = 0
         self._progress: Progress | None = None
 
-    def number(self, words: str) -> int:
-        """What `note` is given for a new kind of call."""
-        self._words.append(words)
-        return len(self._words) - 1
+    def note(self, words: str) -> None:
+        self._made.append(words)
+        self._checksum = crc32(words.encode(), self._checksum)
 
-    def note(self, number: int) -> None:
-        self._made.append(number)
-        self._checksum = crc32(number.to_bytes(4), self._checksum)
-
-    def begin(self, number: int) -> None:
+    def begin(self, words: str) -> None:
         """Notes a collective, which a rank that waits in it is said to be in."""
-        self.note(number)
+        self.note(words)
         self._progress = current() or self._progress  # backward passes of devices are in threads of their own
         if self._progress is not None:
-            self._progress.collective = self._words[number]
+            self._progress.collective = words
 
     def take(self) -> Calls:
         """Those since they were taken before."""
-        calls = Calls([*self._made], self._words, self._checksum)
+        calls = Calls([*self._made], self._checksum)
         self._made.clear()
         self._checksum = 0
         return calls
@@ -129,7 +122,7 @@ class LayerParameters:
     def __init__(self, axis: GroupCollectives, calls: LayerCalls, name: str, does: str = GATHERS) -> None:
         self._axis = axis
         self.calls = calls
-        self._call = calls.number(f"{does} {name or 'the rest of the model'}")
+        self._call = f"{does} {name or 'the rest of the model'}"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -451,7 +444,8 @@ def _check_mesh(mesh: Mesh, sharding: FullSharding) -> int:
             f"fsdp: {mesh.runtime.name} cannot free parameters within a graph; use zero_1, tensor_parallel_size or "
             "pipeline_parallel_size"
         )
-    for name, size in (("tensor", mesh.tensor_parallel.size), ("pipeline", mesh.pipeline.size)):
+    sizes = {"tensor": mesh.tensor_parallel.size, "pipeline": mesh.pipeline.size, "expert": mesh.expert_parallel_size}
+    for name, size in sizes.items():
         if size > 1:
             raise UsageError(f"fsdp and {name}_parallel_size: both shard parameters; leave one of them out")
     ranks, count = mesh.data_parallel.size, replicas(mesh, sharding)

@@ -117,8 +117,6 @@ def parallelize(
     if model in _applied:
         raise UsageError("parallelize: the model is already sharded; pass a complete one")
     check_adapted(model, mesh.tensor_parallel.size, mesh.pipeline.size)
-    if divided and sharding is not None:
-        raise UsageError("fsdp and expert_parallel_size: both shard experts; leave one of them out")
     if sharding is not None:
         shard_fully(model, mesh, sharding)
     along = mesh.tensor_parallel if tensor and sequence_parallel else None

@@ -79,15 +79,6 @@ class NoCollectives:
         return lambda: total
 
 
-_abandoned: list[object] = []
-
-
-def keep_abandoned(transfers: object) -> None:
-    """Keeps pending transfers and their memory for the life of the process: gloo stops reading from a connection if the
-    memory for its next message is gone, and all later transfers on it would hang."""
-    _abandoned.append(transfers)
-
-
 class GroupCollectives:
     """An axis whose ranks form a torch.distributed group."""
 
@@ -126,7 +117,7 @@ class GroupCollectives:
         else:
             group = self._group.process_group
             works = [dist.all_gather_into_tensor(tensor, self.own_shard(tensor), group=group, async_op=True)]
-        return lambda: _after(works, lambda: tensor)
+        return _Started(works, lambda: tensor)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
         shards: list[Tensor] = []
@@ -155,12 +146,12 @@ class GroupCollectives:
         group = self._group.process_group
         work = dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), group=group, async_op=True)
         shards = received.view(self.size, -1)
-        return lambda: _after([work], lambda: shards.sum(0, dtype=dtype))
+        return _Started([work], lambda: shards.sum(0, dtype=dtype))
 
     def _start_reduce_scatter_between_devices(self, sent: Tensor) -> Callable[[], Tensor]:
         shard = sent.new_empty(sent.shape[0] // self.size, *sent.shape[1:])
         work = dist.reduce_scatter_tensor(shard, sent, group=self._group.process_group, async_op=True)
-        return lambda: _after([work], lambda: shard)
+        return _Started([work], lambda: shard)
 
     def start_sum_in_order(
         self, roots: Sequence[Tensor], ranks: LogicalRanks, dtype: torch.dtype | None = None
@@ -171,12 +162,12 @@ class GroupCollectives:
         exact = roots[0].dtype
         told = dtype if dtype is not None and ranks.processes == ranks.total else exact
         sent = [root.to(told) for root in roots]
-        nodes = {rank: ranks.roots[rank] for rank in range(self.size) if rank != self.rank}
-        places = [(rank, node) for rank, own in nodes.items() for node in own]
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        nodes = [node for rank in others for node in ranks.roots[rank]]
         shape = len(roots[0]) // self.size, *roots[0].shape[1:]
-        buffers = self._spare.take(sent[0], (len(places), *shape))
-        received = dict(zip(places, buffers, strict=True))
-        works = self._send_shards(sent, received, nodes, sent[0])
+        buffers = self._spare.take(sent[0], (len(nodes), *shape))
+        of_ranks = buffers.split([len(ranks.roots[rank]) for rank in others])
+        works = self._send_shards(sent, {rank: [*each] for rank, each in zip(others, of_ranks, strict=True)}, sent[0])
 
         def add(one: tuple[Tensor, bool], other: tuple[Tensor, bool]) -> tuple[Tensor, bool]:
             """In the memory of this rank's own tensor, if one of them is."""
@@ -184,49 +175,40 @@ class GroupCollectives:
             return tensor.to(exact).add_(added), own
 
         def finish() -> Tensor:
-            _wait(works)
-            parts = {node: (part, False) for (_, node), part in received.items()}
+            parts = {node: (part, False) for node, part in zip(nodes, buffers, strict=True)}
             own = zip(ranks.roots[self.rank], roots, strict=True)
             total, _ = ranks.sum(parts | {node: (self.own_shard(root), True) for node, root in own}, add)
             self._spare.give_back(buffers)
             return total
 
-        return finish
+        return _Started(works, finish)
 
     def exchange_shards(self, tensor: Tensor, senders: Collection[int]) -> dict[int, Tensor]:
         """What each rank of `senders` has in its tensor for this rank: shards along dim 0, for whose type and shape the
         others pass one as well."""
         own = [tensor] if self.rank in senders else []
         shard = self.own_shard(tensor)
-        nodes = {rank: [range(rank, rank + 1)] * (rank in senders) for rank in range(self.size) if rank != self.rank}
-        received = {(rank, node): torch.empty_like(shard) for rank, each in nodes.items() for node in each}
-        _wait(self._send_shards(own, received, nodes, tensor))
-        return {rank: part for (rank, _), part in received.items()} | ({self.rank: shard} if own else {})
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        received = {rank: [torch.empty_like(shard)] if rank in senders else [] for rank in others}
+        _wait(self._send_shards(own, received, tensor))
+        return {rank: each[0] for rank, each in received.items() if each} | ({self.rank: shard} if own else {})
 
     def _send_shards(
-        self,
-        sent: Sequence[Tensor],
-        received: Mapping[tuple[int, range], Tensor],
-        nodes: Mapping[int, list[range]],
-        like: Tensor,
+        self, sent: Sequence[Tensor], received: Mapping[int, list[Tensor]], like: Tensor
     ) -> list[dist.Work]:
-        """Sends each other rank its shards, and receives those of the `nodes` of each. `like`: a tensor of the type and
-        shape of what is sent."""
+        """Sends each other rank its shards, and receives those that each has for this one. `like`: a tensor of the type
+        and shape of what is sent."""
         if self._between_hosts(like):
             return self._exchange(
-                lambda rank: [received[rank, node] for node in nodes[rank]],
-                lambda rank: [self._shard(tensor, rank) for tensor in sent],
-                REDUCED,
+                received.__getitem__, lambda rank: [self._shard(tensor, rank) for tensor in sent], REDUCED
             )
         shard = like.numel() // self.size
         joined = torch.cat([each.view(self.size, -1) for each in sent] or [like.new_empty(self.size, 0)], 1).reshape(-1)
-        counts = [len(nodes.get(rank, sent)) * shard for rank in range(self.size)]
-        arrived = joined.new_empty(sum(counts))
-        to_each = [len(sent) * shard] * self.size
-        dist.all_to_all_single(_as_bytes(arrived), _as_bytes(joined), counts, to_each, group=self._group.process_group)
+        counts = [len(received.get(rank, sent)) * shard for rank in range(self.size)]
+        (arrived,) = self.all_to_all([joined], [len(sent) * shard] * self.size, counts)
         for rank, part in enumerate(arrived.split(counts)):
-            for node, values in zip(nodes.get(rank, ()), part.split(shard), strict=False):
-                received[rank, node].copy_(values.view_as(received[rank, node]))
+            for target, values in zip(received.get(rank, ()), part.split(shard), strict=False):
+                target.copy_(values.view_as(target))
         return []
 
     def _between_hosts(self, tensor: Tensor) -> bool:
@@ -247,14 +229,13 @@ class GroupCollectives:
         length = tensor.shape[dim] // self.size
         return tensor.narrow(dim, rank * length, length)
 
-    def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Starts the sum of one contiguous tensor over the ranks, in place; calling the result waits for it."""
-        work = dist.all_reduce(tensor, group=self._group.process_group, async_op=True)
-        return lambda: _after([work], lambda: tensor)
-
-    def start_all_reduce_in(self, dtype: torch.dtype, tensor: Tensor) -> Callable[[], Tensor]:
-        """The same for a tensor of one dim, whose length is a multiple of the number of ranks, sent in another dtype:
-        shards of it to the ranks that add them in its own, and the sums back, rounded alike on all ranks."""
+    def start_all_reduce(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
+        """Starts the sum of one contiguous tensor over the ranks, in place; calling the result waits for it. In another
+        `dtype` a tensor of one dim, whose length is a multiple of the number of ranks, is sent in shards to the ranks
+        that add them in its own, and the sums back, rounded alike on all ranks."""
+        if dtype in (None, tensor.dtype):
+            work = dist.all_reduce(tensor, group=self._group.process_group, async_op=True)
+            return _Started([work], lambda: tensor)
         finish_sum = self.start_reduce_scatter(tensor, dtype=dtype)
 
         def finish() -> Tensor:
@@ -324,9 +305,22 @@ def _as_bytes(rows: Tensor) -> Tensor:
     return (rows if rows.dim() > 1 else rows[:, None]).view(torch.uint8)
 
 
-def _after(works: Iterable[dist.Work], result: Callable[[], Tensor]) -> Tensor:
-    _wait(works)
-    return result()
+_unfinished: set[_Started] = set()
+
+
+class _Started:
+    """Transfers on their way; calling it waits for them, and returns the result. Until then they and their memory are
+    kept, where an error has ended the step for the life of the process: gloo stops reading from a connection if the
+    memory for its next message is gone, and all later transfers on it would hang."""
+
+    def __init__(self, works: Sequence[dist.Work], result: Callable[[], Tensor]) -> None:
+        self._works, self._result = works, result
+        _unfinished.add(self)
+
+    def __call__(self) -> Tensor:
+        _wait(self._works)
+        _unfinished.discard(self)
+        return self._result()
 
 
 def _wait(works: Iterable[dist.Work]) -> None:

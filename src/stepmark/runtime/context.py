@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from stepmark.errors import DeviceError, LaunchError, PeerFailed
 from stepmark.launch.join_clock import JoinClock, join_timeout
-from stepmark.launch.joining import connect
+from stepmark.launch.joining import TIMEOUT, connect, quiet_stdout
 from stepmark.launch.world import World
 from stepmark.liveness.bounded_call import call_with_timeout
 from stepmark.liveness.host_group import HostGroup, leave
@@ -26,8 +23,6 @@ from stepmark.runtime.device import choose_device, create_runtime
 from stepmark.runtime.hardware import neuron_device_present
 from stepmark.runtime.neuron.neuron_environment import set_rank_variables
 from stepmark.runtime.stage_transfers import HostLinks
-
-TIMEOUT = timedelta(hours=2)  # longer than any compilation that another rank waits for
 
 
 @dataclass(frozen=True)
@@ -132,21 +127,10 @@ def _connect(world: World, runtime: Runtime, clock: JoinClock) -> None:
     shares_default_group = dist.is_available() and dist.is_initialized()
     if shares_default_group:
         _check_default_group(world)
-    if world.size == 1:
-        return
-    given = _default_group_store() if shares_default_group else None
-    _store = connect(world, clock, given, None if shares_default_group else _group_maker(world, runtime))
-    atexit.register(leave)
-
-
-def _group_maker(world: World, runtime: Runtime) -> Callable[[dist.Store], None]:
-    backend = backend_for(runtime)  # before anybody connects
-
-    def make(store: dist.Store) -> None:
-        with quiet_stdout():
-            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
-
-    return make
+    if world.size > 1:
+        given, backend = (_default_group_store(), None) if shares_default_group else (None, backend_for(runtime))
+        _store = connect(world, clock, given, backend)
+        atexit.register(leave)
 
 
 def _check_default_group(world: World) -> None:
@@ -200,20 +184,6 @@ def _ask_store(ask: Callable[[dist.Store], bool], *, alone: bool, gone: bool, si
     return call_with_timeout(ANSWER_SECONDS, call, silent)
 
 
-@contextlib.contextmanager
-def quiet_stdout() -> Iterator[None]:
-    """Silences standard output, to which gloo logs every connection from C++."""
-    sys.stdout.flush()
-    saved = os.dup(1)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)
-
-
 def _check_devices(world: World, runtime: Runtime) -> None:
     """Raises LaunchError if PJRT, which runs collectives in the graph, numbers the ranks differently."""
     if not getattr(runtime, "in_graph_collectives", False):
@@ -221,10 +191,8 @@ def _check_devices(world: World, runtime: Runtime) -> None:
     from stepmark.runtime.xla import graph_world
 
     rank, size = graph_world()
-    if size != world.size:
-        raise LaunchError(f"PJRT sees {size} devices and the launcher started {world.size} ranks; start one per device")
-    if rank != world.rank:
+    if (rank, size) != (world.rank, world.size):
         raise LaunchError(
-            f"PJRT counts this process as rank {rank} and the launcher as rank {world.rank}; start the ranks with "
-            "stepmark train --nproc or torchrun, and leave PJRT's own variables unset"
+            f"PJRT sees this process as rank {rank} of {size} and the launcher as rank {world.rank} of {world.size}; "
+            "start one rank per device with stepmark train --nproc or torchrun, and leave PJRT's own variables unset"
         )

@@ -33,22 +33,19 @@ def choose_device(wish: str = "auto") -> str:
 
 
 def _default_device() -> str:
-    if torch_xla_installed() and (neuron_device_present() or tpu_present()):
-        return "xla"
+    return "xla" if torch_xla_installed() and (neuron_device_present() or tpu_present()) else _native() or "cpu"
+
+
+def _native() -> str | None:
+    """The type of torch's accelerator; None where there is none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator is not None else "cpu"
+    return None if accelerator is None else accelerator.type
 
 
 def _check_available(device: str) -> None:
     if device == "xla" and not torch_xla_installed():
         raise DeviceError("device: xla needs torch_xla, which is not installed; pip install 'stepmark[xla]'")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("device: cuda is not available: torch finds no CUDA device; choose device: cpu or auto")
-    if device in ("xla", "cuda", "cpu"):
-        return
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    found = None if accelerator is None else accelerator.type
-    if found != device:
+    if device not in ("xla", "cpu") and (found := _native()) != device:
         others = "with torch_xla choose device: xla" if device in LAZY else f"choose device: {found or 'cpu'} or auto"
         has = "" if found is None else f", but {found}"
         raise DeviceError(f"device: {device} is not available: torch has no native {device} device here{has}; {others}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib.util
 import os
@@ -69,15 +70,11 @@ def check_device_name(wish: str) -> None:
     hint = ""
     if wish.startswith(("gpu", "cuda:")):
         hint = "; for GPUs use cuda: each rank takes one of those that CUDA_VISIBLE_DEVICES lists"
-    if hint or not _of_torch(wish):
-        hint += described_at("device")
-        raise UsageError(f"device: {wish!r} is unknown; choose one of {', '.join(DEVICES)}{hint}")
+    else:
+        import torch
 
-
-def _of_torch(name: str) -> bool:
-    import torch
-
-    try:
-        return torch.device(name).type == name
-    except RuntimeError:
-        return False
+        with contextlib.suppress(RuntimeError):
+            if torch.device(wish).type == wish:
+                return
+    hint += described_at("device")
+    raise UsageError(f"device: {wish!r} is unknown; choose one of {', '.join(DEVICES)}{hint}")

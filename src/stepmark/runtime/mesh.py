@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from stepmark.errors import UsageError
+from stepmark.launch.joining import TIMEOUT, quiet_stdout
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.collectives import (
     BridgeCollectives,
@@ -20,7 +21,7 @@ from stepmark.runtime.collectives import (
     GroupCollectives,
     NoCollectives,
 )
-from stepmark.runtime.context import TIMEOUT, Context, backend_for, quiet_stdout, start
+from stepmark.runtime.context import Context, backend_for, start
 from stepmark.runtime.rank_grid import RankGrid, group_of, with_every_rank
 from stepmark.runtime.stage_transfers import GroupLinks, StageLinks
 from stepmark.sharding.logical_ranks import FIELD, LogicalRanks
@@ -122,7 +123,11 @@ class Mesh:
         data = context.world.size // (tensor_parallel_size * pipeline_parallel_size)
         inner = {DATA: data, TENSOR: tensor_parallel_size}
         grid = RankGrid({PIPELINE: pipeline_parallel_size, **inner} if pipeline_parallel_size > 1 else inner)
-        _share_graphs(context, grid)
+        if getattr(context.runtime, "in_graph_collectives", False):
+            # From here on the ranks of one pipeline stage run the same graphs, which differ between stages.
+            stage_size = data * tensor_parallel_size
+            first = context.world.rank // stage_size * stage_size
+            _xla(context).graph_ranks = range(first, first + stage_size)
         axes = {axis: _collectives(context, grid.groups(axis), axis == PIPELINE) for axis in grid.axes}
         counts = [count for count in range(2, tensor_parallel_size) if tensor_parallel_size % count == 0]
         replicas = {count: _collectives(context, grid.groups(TENSOR, count)) for count in counts}
@@ -262,15 +267,6 @@ def check_hosting(runtime: Runtime, tensor: int, expert: int, replicas: int | No
             f"{FIELD} and expert_parallel_size: the tokens that meet at an expert would depend on the number of "
             "processes; divide experts over tensor parallel ranks alone, or leave it out"
         )
-
-
-def _share_graphs(context: Context, grid: RankGrid) -> None:
-    """From here on the ranks of one pipeline stage run the same graphs, which differ between stages."""
-    if not getattr(context.runtime, "in_graph_collectives", False):
-        return
-    stage_size = grid.axes[DATA] * grid.axes[TENSOR]
-    first = context.world.rank // stage_size * stage_size
-    _xla(context).graph_ranks = range(first, first + stage_size)
 
 
 def _links(context: Context, pipelines: list[list[int]]) -> StageLinks:

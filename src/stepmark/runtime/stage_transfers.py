@@ -109,16 +109,14 @@ class GroupLinks:
         dist.all_reduce(torch.zeros(1, device=device), group=self._group.process_group)
 
     def exchange(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
-        sent = [tensor.detach().contiguous() for tensor in outgoing]
-        received = [torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in incoming]
-        return self._start(other, sent, received)
+        return self._start(other, [tensor.detach().contiguous() for tensor in outgoing], incoming, self._device)
 
     def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
-        received = [torch.empty(form.shape, dtype=form.dtype) for form in incoming]
-        return self._start(other, list(outgoing), received)
+        return self._start(other, outgoing, incoming, torch.device("cpu"))
 
-    def _start(self, other: int, sent: list[Tensor], received: list[Tensor]) -> Exchange:
+    def _start(self, other: int, sent: Sequence[Tensor], incoming: Sequence[Form], device: torch.device) -> Exchange:
         group = self._group.process_group
+        received = [torch.empty(form.shape, dtype=form.dtype, device=device) for form in incoming]
         operations = [dist.P2POp(dist.isend, tensor, group=group, group_peer=other) for tensor in sent]
         operations += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=other) for tensor in received]
         works = dist.batch_isend_irecv(operations) if operations else []

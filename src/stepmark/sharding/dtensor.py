@@ -119,21 +119,17 @@ def layout_of_dtensor(tensor: DTensor) -> Layout:
         return Layout(shape, ())
     if 0 in shape:
         return Layout.full(shape)
-    return boxes_of(shape, cuts, getattr(tensor._spec, "shard_order", None))
-
-
-def boxes_of(shape: Shape, cuts: Sequence[Cut], shard_order: Any = None) -> Layout:
-    """The boxes of the tensor of `shape` that remain after the cuts, and their places in the local tensor.
-
-    `cuts` are in the order of mesh dims. `shard_order`: a DTensor's own order of mesh dims for each dim, where it has
-    one (torch 2.10 and newer).
-    """
-    orders = tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in shard_order or ())
-    return _boxes_of(shape, tuple(cuts), orders)
+    shard_order = getattr(tensor._spec, "shard_order", None) or ()  # torch 2.10 and newer
+    return boxes_of(shape, tuple(cuts), tuple((each.tensor_dim, tuple(each.mesh_dims)) for each in shard_order))
 
 
 @lru_cache(4096)  # of a model's tensors, most are cut as many others are
-def _boxes_of(shape: Shape, cuts: Sequence[Cut], orders: Sequence[tuple[int, Sequence[int]]]) -> Layout:
+def boxes_of(shape: Shape, cuts: Sequence[Cut], orders: Sequence[tuple[int, Sequence[int]]] = ()) -> Layout:
+    """The boxes of the tensor of `shape` that remain after the cuts, and their places in the local tensor.
+
+    `cuts` are in the order of mesh dims. `orders`: a DTensor's own order of mesh dims, for dims that have one. Both are
+    tuples.
+    """
     explicit = dict(orders)
     real = [cut for cut in cuts if cut.ways > 1]
     runs_of = [

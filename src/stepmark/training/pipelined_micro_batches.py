@@ -7,7 +7,7 @@ its first layer needs them, and for a gradient before the backward pass that sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.parallel.full_sharding import has_full_sharding
-from stepmark.parallel.pipeline.schedules import BACKWARD, FORWARD, GPIPE, Schedule, Task, Transfer, make_schedule
+from stepmark.parallel.pipeline.schedules import BACKWARD, FORWARD, GPIPE, Schedule, Task, make_schedule
 from stepmark.parallel.pipeline.stage_plan import checkpoints_gradients
 from stepmark.parallel.pipeline.staged_model import StagedModel
 from stepmark.parallel.pipeline.transfers import Activation, Transfers, shapes_of
@@ -126,9 +126,9 @@ class _Step:
             if both or task.kind == BACKWARD:
                 self._backward(replace(task, kind=BACKWARD))
             self._runtime.step_boundary()
-        for pair, transfers in self._schedule.exchanges(number).items():
+        for pair, tasks in self._schedule.exchanges(number).items():
             if self._rank in pair:
-                self._exchange(sum(pair) - self._rank, transfers)
+                self._exchange(sum(pair) - self._rank, tasks)
         self._parts.transfers.settle(keep=1)
 
     def _forward(self, task: Task) -> None:
@@ -193,10 +193,10 @@ class _Step:
         if task.stage == parts.stages.own[0] and self._backward_left:
             self._hooks.between_passes(self._parts.gradients, self._parts.stages.model.parameters())
 
-    def _exchange(self, other: int, transfers: Iterable[Transfer]) -> None:
+    def _exchange(self, other: int, tasks: Sequence[Task]) -> None:
         """Exchanges activations and gradients with a neighbour."""
-        ours = [each.task for each in transfers if each.source == self._rank]
-        theirs = [each.task for each in transfers if each.target == self._rank]
+        ours = [task for task in tasks if task.stage % self._schedule.ranks == self._rank]
+        theirs = [task for task in tasks if task not in ours]
         there, back = self._parts.transfers.begin(
             other,
             [(*self._key(task), self._to_send.pop(task)) for task in ours if task.kind == FORWARD],

@@ -51,9 +51,10 @@ def test_what_a_task_needs_has_arrived(schedules: dict[Case, Schedule]) -> None:
                     forward = Task(FORWARD, task.stage, task.micro_batch)
                     assert task.kind == FORWARD or forward in there[rank], (case, task)
                     there[rank].add(task)
-            for transfer in schedule.transfers(number):
-                assert transfer.source != transfer.target
-                there[transfer.target].add(transfer.task)
+            for pair, sent in schedule.exchanges(number).items():
+                for task in sent:
+                    assert task.stage % schedule.ranks in pair
+                    there[sum(pair) - task.stage % schedule.ranks].add(task)
 
 
 def test_idle_share_is_that_of_theory(schedules: dict[Case, Schedule]) -> None:

@@ -118,7 +118,9 @@ def refused(model: Any, stages: int = 2, sizes: list[int] | None = None) -> str:
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
     small = {"num_layers": 2, "d_model": 8, "d_ff": 8, "d_kv": 4, "num_heads": 2, "vocab_size": 67}
-    assert "t5 is an encoder-decoder" in refused(T5ForConditionalGeneration(T5Config(**small)))
+    assert "T5ForConditionalGeneration is not among the models" in refused(
+        T5ForConditionalGeneration(T5Config(**small))
+    )
     narrow = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
     bert = AutoModelForCausalLM.from_config(BertConfig(**narrow, vocab_size=67, is_decoder=True))
     assert "BertLMHeadModel is not among the models" in refused(bert)
@@ -128,7 +130,7 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
 def test_sizes_are_checked() -> None:
     model = build("llama", **FOUR)
     assert "5 stages" in refused(model, 5)
-    assert "names 3 stages, but there are 2" in refused(model, 2, [1, 2, 1])
+    assert "[1, 2, 1] should be 2 numbers" in refused(model, 2, [1, 2, 1])
     assert "the model's 4 layers, and it is 5" in refused(model, 2, [3, 2])
     assert plan_stages(model, 2, [1, 3]).bounds == ((0, 1), (1, 4))
 

@@ -16,7 +16,6 @@ from stepmark.parallel.tensor.plans import (
     parse_style,
     plan_of,
     shard,
-    shard_among_groups,
     shard_vocabulary,
 )
 from stepmark.sharding.views import local_shard
@@ -49,9 +48,9 @@ def test_a_vocabulary_is_padded_with_zeros(rows: int, size: int) -> None:
 
 def test_neighbours_share_heads() -> None:
     whole = torch.arange(6)
-    parts = [held(whole, shard_among_groups((6,), 0, rank, 4, 2)).tolist() for rank in range(4)]
+    parts = [held(whole, shard((6,), 0, rank, 4, copies=2)).tolist() for rank in range(4)]
     assert parts == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
-    assert shard_among_groups((6,), 0, 0, 4, 2).count == 2
+    assert shard((6,), 0, 0, 4, copies=2).count == 2
 
 
 def test_styles_give_the_number_of_packed_projections() -> None:

@@ -126,7 +126,7 @@ class BucketAccumulator:
         self.parameters = [member.parameter for *_, member in self._members]
         self._subtrees: list[_Memory] = []  # of this step, in order
         self._spare: list[_Memory] = []
-        self._use(self._memory())
+        self._used = self._memory()  # of the logical rank that has begun last
         self._present = [False] * len(self.parameters)
         self._got = [False] * len(self.parameters)
         self._earlier = list(self._got)  # those that got one of an earlier logical rank
@@ -142,10 +142,10 @@ class BucketAccumulator:
         ]
         return _Memory(flat, places, views)
 
-    def _use(self, memory: _Memory) -> None:
-        self._used = memory
-        # The sums of each bucket, `bucket.padded` elements, of the logical rank that has begun last:
-        self.flat, self._places, self._views = memory
+    @property
+    def flat(self) -> list[Tensor]:
+        """The sums of each bucket, `bucket.padded` elements, of the logical rank that has begun last."""
+        return self._used.flat
 
     def _made(self, index: int) -> None:
         with torch.no_grad():  # in backward(create_graph=True) too
@@ -156,7 +156,7 @@ class BucketAccumulator:
     def _collect(self, index: int) -> None:
         """Takes what is in `parameter.grad`: the sum itself where that is a view of the bucket and the user has
         assigned another tensor, else one more gradient."""
-        parameter, view = self.parameters[index], self._views[index]
+        parameter, view = self.parameters[index], self._used.views[index]
         gradient = parameter.grad
         if gradient is None:
             if view is not None:  # none has arrived, or the user cleared it
@@ -164,7 +164,7 @@ class BucketAccumulator:
             return
         if gradient is view:
             return
-        places, dense = self._places[index], _dense(gradient)
+        places, dense = self._used.places[index], _dense(gradient)
         boxes = [dense] if len(places) == 1 else self._members[index][2].boxes_of(dense)
         adds = self._present[index] and view is None
         for place, box in zip(places, boxes, strict=True):
@@ -182,7 +182,7 @@ class BucketAccumulator:
     def complete(self, number: int) -> Tensor:
         """A bucket's sums, zero for parameters without a gradient."""
         for index in self._indices[number]:
-            for place in () if self._present[index] else self._places[index]:
+            for place in () if self._present[index] else self._used.places[index]:
                 place.zero_()
             self._present[index] = True
         return self.flat[number]
@@ -211,7 +211,7 @@ class BucketAccumulator:
         self._spare += self._subtrees[kept:]
         self._subtrees[kept:] = [self._used]
         self._ended += 1
-        self._use(self._spare.pop() if self._spare else self._memory())
+        self._used = self._spare.pop() if self._spare else self._memory()
         self._present, self._earlier = [False] * len(self.parameters), list(self._got)
         for parameter in self.parameters:
             parameter.grad = None
@@ -222,18 +222,27 @@ class BucketAccumulator:
 
     def tensors(self) -> list[Tensor | None]:
         """What one logical rank has added up so far for each parameter, in its shape; None where nothing."""
-        pairs = zip(self._members, self._present, strict=True)
-        return [member.read(self.flat[number]) if there else None for (number, _, member), there in pairs]
+        return self.read(self.flat, self._present)
+
+    def read(self, flat: Sequence[Tensor], there: Sequence[object]) -> list[Tensor | None]:
+        """What flat tensors of the buckets have for each parameter, in its shape; None where nothing is there."""
+        pairs = zip(self._members, there, strict=True)
+        return [member.read(flat[number]) if here else None for (number, _, member), here in pairs]
+
+    def write(self, gradients: Sequence[Tensor | None]) -> None:
+        """Copies what there is for each parameter to `flat`."""
+        for (number, _, member), gradient in zip(self._members, gradients, strict=True):
+            if gradient is not None:
+                member.write(gradient, self.flat[number])
 
     @torch.no_grad()
     def replace(self, sums: Sequence[Tensor | None]) -> None:
         """Takes over sums in place of those of `tensors`, which they may be."""
-        for index, ((number, _, member), total) in enumerate(zip(self._members, sums, strict=True)):
+        self.write(sums)
+        for index, total in enumerate(sums):
             self._present[index] = total is not None
             self._got[index] = self._present[index] or self._earlier[index]
-            if total is not None:
-                member.write(total, self.flat[number])
-            member.parameter.grad = None if total is None else self._views[index]
+            self.parameters[index].grad = None if total is None else self._used.views[index]
 
     def reset(self) -> None:
         """Forgets the sums, for the next step."""
@@ -348,7 +357,7 @@ class ShardAccumulator:
         self._sums: list[Tensor | None] = [None] * len(self.parameters)
         self._layers = list({id(layer): layer for layer in map(layer_of, self.parameters)}.values())
         self.calls, self.copies = self._layers[0].calls, self._layers[0].copies
-        self._numbers = [self.calls.number(f"has a gradient of {name}") for name in names]
+        self._words = [f"has a gradient of {name}" for name in names]
         for layer in self._layers:
             layer.dtype = reduce_dtype
         self._hook()
@@ -385,7 +394,7 @@ class ShardAccumulator:
         if part is not None:
             self._sums[index] = part if total is None else total.add_(part)
         self._arrived[-1].append(index)
-        self.calls.note(self._numbers[index])
+        self.calls.note(self._words[index])
         parameter.grad = None
 
     def collect(self) -> None:

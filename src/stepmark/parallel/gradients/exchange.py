@@ -28,7 +28,7 @@ from stepmark.parallel.gradients.arithmetic import (
     totals,
 )
 from stepmark.parallel.gradients.reduced import ReducedGradients, Used, expose_grads
-from stepmark.runtime.collectives import Collectives, GroupCollectives, eager, keep_abandoned
+from stepmark.runtime.collectives import Collectives, GroupCollectives, eager
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import replication_of
 
@@ -60,18 +60,12 @@ class AllReduce:
             return lambda: self._gathered(sums, number, finish())
         if not isinstance(axis, GroupCollectives):  # experts that no other rank holds
             return lambda: flat
-        if self._reduce_dtype == flat.dtype:
-            return axis.start_all_reduce(flat)
-        return axis.start_all_reduce_in(self._reduce_dtype, flat)
+        return axis.start_all_reduce(flat, self._reduce_dtype)
 
     def wait(self) -> None:
         """Waits for the all-gathers that were started."""
         while self._gathers:
             self._gathers.pop()()
-
-    def __del__(self) -> None:
-        if getattr(self, "_gathers", None):  # an error has ended the step
-            keep_abandoned(self._gathers)
 
     def _gathered(self, sums: BucketAccumulator, number: int, shard: Tensor) -> Tensor:
         """Starts the all-gather of a bucket's sums, which `reduced` waits for."""
@@ -102,17 +96,11 @@ class AllReduce:
     def _members_of(self, sums: BucketAccumulator, flat: Sequence[Tensor], counts: Tensor) -> list[Tensor | None]:
         """Views of each parameter's mean gradient, in the parameters' order; None where no rank has used it. A rank
         that has used all of them need not wait for the device to know."""
-        pairs = zip(sums.buckets, flat, strict=True)
-        members = [(member, each) for bucket, each in pairs for member in bucket.members]
         used = sums.got()
         if isinstance(self._axis, GroupCollectives) and not all(used):
             used = [number > 0 for number in self._axis.read(counts)]
-        found = {
-            id(member.parameter): member.read(each)
-            for (member, each), there in zip(members, used, strict=True)
-            if there
-        }
-        return [found.get(id(parameter)) for parameter in self._parameters]
+        found = dict(zip(map(id, sums.parameters), sums.read(flat, used), strict=True))
+        return [found[id(parameter)] for parameter in self._parameters]
 
     def at_once(
         self, sums: ParameterAccumulator, loss: Tensor, tokens: Tensor, loads: Tensor | None
@@ -253,18 +241,13 @@ class ReduceScatter:
             place.copy_(shard)
         for wait in [eager(axis).start_gather_in_place(each) for axis, each in zip(axes, sums.flat, strict=True)]:
             wait()
-        of_buckets = zip(self._buckets, sums.flat, strict=True)
-        members = [(member, flat) for bucket, flat in of_buckets for member in bucket.members]
-        used = reduced.used or [True] * len(members)
-        complete = [member.read(flat) if there else None for (member, flat), there in zip(members, used, strict=True)]
-        take = expose_grads([(member.parameter, each) for (member, _), each in zip(members, complete, strict=True)])
+        complete = sums.read(sums.flat, reduced.used or [True] * len(sums.parameters))
+        take = expose_grads(list(zip(sums.parameters, complete, strict=True)))
 
         @torch.no_grad()
         def take_all() -> ReducedGradients:
             found = take()
-            for (member, flat), gradient in zip(members, found, strict=True):
-                if gradient is not None:
-                    member.write(gradient, flat)
+            sums.write(found)
             for place, shard in separate:
                 shard.copy_(place)
             there: Used = [gradient is not None for gradient in found]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stepmark.errors import UsageError
 from stepmark.parallel.gradients.accumulators import BucketAccumulator
-from stepmark.runtime.collectives import GroupCollectives, keep_abandoned
+from stepmark.runtime.collectives import GroupCollectives
 
 Finish = Callable[[], Tensor]
 Start = Callable[[BucketAccumulator, int], Finish]
@@ -51,10 +51,6 @@ class OverlappedReduction:
         self._sent_versions: dict[int, int] = {}  # of the sums when they were sent, by bucket
         me = weakref.proxy(self)  # which `sums` must not keep alive
         sums.arrived = lambda number, position: me._arrived(number, position)
-
-    def __del__(self) -> None:
-        if getattr(self, "_sent", None):  # an error has ended the step
-            keep_abandoned(self._sent)
 
     def last_backward(self) -> None:
         """From now on a bucket is sent as soon as all gradients of its parameters have arrived."""

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_map_only
 
 from stepmark.errors import UsageError
-from stepmark.parallel.loading.tensor_source import TensorSource, passing
+from stepmark.parallel.loading.tensor_source import passing
 from stepmark.runtime.module_placement import replace
 from stepmark.sharding.layout import Layout, Shape
 from stepmark.sharding.views import copy_slices
@@ -88,12 +88,13 @@ class _Tape:
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """The values of a tensor that a constructor made: on a tape, or at hand. See `TensorSource`."""
+    """The values of a tensor that a constructor made: on a tape, or at hand."""
 
     shape: Shape
     value: Callable[[], Tensor]
 
     def fill(self, local: Tensor, layout: Layout) -> None:
+        """See `StoredSource`."""
         copy_slices(self.value(), local, layout)
 
 
@@ -130,7 +131,7 @@ class DeferredInit(TorchDispatchMode):
         self._not_meta.__exit__(*error)
         super().__exit__(*error)
 
-    def settle(self, model: nn.Module) -> dict[str, TensorSource]:
+    def settle(self, model: nn.Module) -> dict[str, Drawn]:
         """Makes all parameters meta tensors, each the object it was, and everything else real. Returns where the values
         of the parameters come from, by name; tied ones have all their names."""
         for module in model.modules():
@@ -138,16 +139,12 @@ class DeferredInit(TorchDispatchMode):
             for name, tensor in [*module.named_buffers(recurse=False), *attributes]:
                 if self._is_deferred(tensor):
                     setattr(module, name, self._real(tensor))
-        sources = {id(parameter): self._settle(parameter) for parameter in model.parameters()}
+        sources = {}
+        for parameter in model.parameters():
+            sources[id(parameter)] = Drawn(tuple(parameter.shape), self._frozen(parameter).value)
+            if not self._is_deferred(parameter):
+                replace(parameter, torch.empty_like(parameter.detach(), device="meta"))
         return {name: sources[id(each)] for name, each in model.named_parameters(remove_duplicate=False)}
-
-    def _settle(self, parameter: nn.Parameter) -> TensorSource:
-        shape = tuple(parameter.shape)
-        if self._is_deferred(parameter):
-            return Drawn(shape, self._frozen(parameter).value)
-        value = parameter.detach()
-        replace(parameter, torch.empty_like(value, device="meta"))
-        return Drawn(shape, lambda: value)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None

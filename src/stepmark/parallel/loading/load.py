@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from stepmark.errors import CheckpointMismatch, UsageError
-from stepmark.parallel.loading.deferred_init import SMALL, DeferredInit
+from stepmark.parallel.loading.deferred_init import SMALL, DeferredInit, Drawn
 from stepmark.parallel.loading.pretrained import prepare
-from stepmark.parallel.loading.tensor_source import TensorSource, open_files, open_folder
+from stepmark.parallel.loading.tensor_source import StoredSource, open_files, open_folder
 from stepmark.parallel.parallelize import parallelize
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
@@ -33,6 +33,7 @@ from stepmark.runtime.module_placement import cast_module, replace
 from stepmark.sharding.layout import Layout, layout_of
 
 ShardModel = Callable[[nn.Module], object]
+TensorSource = Drawn | StoredSource
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepmark.errors import CheckpointMismatch, UsageError
-from stepmark.parallel.loading.tensor_source import StoredSource, TensorSource, blocks, joined
+from stepmark.parallel.loading.tensor_source import StoredSource, blocks, joined
 from stepmark.runtime.module_placement import replace
 from stepmark.sharding.layout import Layout
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
@@ -18,7 +18,7 @@ Stored = Mapping[str, StoredArray]
 Named = dict[str, GlobalTensor]
 
 
-def prepare(model: Any, stored: Stored, config: Any) -> dict[str, TensorSource]:
+def prepare(model: Any, stored: Stored, config: Any) -> dict[str, StoredSource]:
     """Ties tied parameters, converts parameters to their final dtype and sets the values of buffers.
 
     Returns the sources of the parameters by name. `config` is transformers' account of this loading. Raises

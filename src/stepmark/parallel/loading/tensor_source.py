@@ -1,8 +1,8 @@
 """Sources of a parameter's values, from which a rank reads only its own shard.
 
-A `TensorSource` knows a global tensor's shape and can give any box of it. `StoredSource` is one in safetensors files,
-of which only the bytes asked for are read, through a buffer of `BUFFER` bytes; memory maps are not used, because their
-pages count as the process's memory, and a file that shrinks under them ends the process.
+A source knows a global tensor's shape and can give any box of it. `StoredSource` is one in safetensors files, of which
+only the bytes asked for are read, through a buffer of `BUFFER` bytes; memory maps are not used, because their pages
+count as the process's memory, and a file that shrinks under them ends the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,16 +30,6 @@ from stepmark.tensor_files.source_files import naming, read_safetensors
 
 BUFFER = 8 << 20
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-
-
-class TensorSource(Protocol):
-    """The values of one global tensor."""
-
-    @property
-    def shape(self) -> Shape: ...
-
-    def fill(self, local: Tensor, layout: Layout) -> None:
-        """Writes the parts of `layout` into `local`, on the host, converted to its dtype; the rest stays."""
 
 
 def passing(numel: int, dtype: torch.dtype) -> Tensor:
@@ -63,7 +53,8 @@ class StoredSource:
         return self.tensor.shape
 
     def fill(self, local: Tensor, layout: Layout) -> None:
-        """See `TensorSource`; of each piece, only what the layout has of it is read."""
+        """Writes the parts of `layout` into `local`, on the host, converted to its dtype; the rest stays. Of each
+        piece, only what the layout has of it is read."""
         step = BUFFER // item_size(self.tensor.source_dtype)
         for part in layout.parts:
             for start in range(0, part.slice.numel, step):

@@ -54,43 +54,20 @@ def sharding_unit(kind: type[torch.optim.Optimizer], field: str = "zero_1") -> U
     `elementwise` or `per_parameter`. Raises UsageError where it needs all parameters at once, or what it needs is
     unknown.
     """
-    if _is_elementwise(kind):
+    module, name = kind.__module__, kind.__name__
+    if getattr(kind, "elementwise", module.startswith("torch.optim.") and name in _ELEMENTWISE):
         return "element"
-    if _is_per_parameter(kind):
+    if getattr(kind, "per_parameter", f"{module}.{name}" in _PER_PARAMETER or module.startswith(_BITSANDBYTES)):
         return "parameter"
     remedy = (
         "set `per_parameter = True` in the class if it updates every parameter from its own gradient and state alone, "
         f"or `elementwise = True` if it does so for every element; otherwise {_WITHOUT[field]}"
     )
-    if uses_complete_parameters(kind):
-        raise UsageError(f"{field}: {kind.__name__} uses complete parameters, perhaps all of them at once; {remedy}")
-    raise UsageError(f"{field}: it is unknown what {kind.__name__} needs to update an element; {remedy}")
-
-
-def uses_complete_parameters(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether the optimizer is known to need more of a parameter than the element that it updates, so that it must not
-    see shards."""
-    if _is_elementwise(kind):
-        return False
-    names = {base.__name__ for base in kind.__mro__}
-    declared = getattr(kind, "elementwise", None) is not None
     # States of 8 bits are scaled in blocks of elements, those of derived classes too.
     in_blocks = any(base.__module__.startswith(_BITSANDBYTES) for base in kind.__mro__)
-    return declared or _is_per_parameter(kind) or bool(names & _NOT_ELEMENTWISE) or in_blocks
-
-
-def _is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
-    declared = getattr(kind, "elementwise", None)
-    if declared is not None:
-        return bool(declared)
-    return kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE
-
-
-def _is_per_parameter(kind: type[torch.optim.Optimizer]) -> bool:
-    declared = getattr(kind, "per_parameter", None)
-    if declared is not None:
-        return bool(declared)
-    return f"{kind.__module__}.{kind.__name__}" in _PER_PARAMETER or kind.__module__.startswith(_BITSANDBYTES)
+    if in_blocks or hasattr(kind, "elementwise") or {base.__name__ for base in kind.__mro__} & _NOT_ELEMENTWISE:
+        raise UsageError(f"{field}: {name} uses complete parameters, perhaps all of them at once; {remedy}")
+    raise UsageError(f"{field}: it is unknown what {name} needs to update an element; {remedy}")
 
 
 def distribute(

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
-
-from stepmark.runtime.collectives import keep_abandoned
 
 Finish = Callable[[], object]
 Use = Callable[[Tensor], None]
@@ -67,20 +66,10 @@ class PendingParameter(nn.Parameter):
         if func in WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for each in _arriving([*args, *kwargs.values()]):
-            _uses[id(each)]()
+        for each in tree_leaves((args, kwargs)):
+            if type(each) is PendingParameter:
+                _uses[id(each)]()
         return func(*args, **kwargs)
-
-
-def _arriving(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those of the values, and of what they contain, that are on their way."""
-    for each in values:
-        if type(each) is PendingParameter:
-            yield each
-        elif isinstance(each, (list, tuple)):
-            yield from _arriving(each)
-        elif isinstance(each, Mapping):
-            yield from _arriving(each.values())
 
 
 def _mark(parameters: Iterable[Tensor], use: Use) -> None:
@@ -112,10 +101,6 @@ class PendingGathers:
         self._trial = _Trial()
         self._hook: RemovableHandle | None = None
         self.defer = False  # whether a step may leave something to wait for
-
-    def __del__(self) -> None:
-        if self._pending:  # an error has ended the run
-            keep_abandoned(self._pending)
 
     def start(self, started: Mapping[int, Finish]) -> None:
         """Groups are on their way, by number; the functions wait for them."""

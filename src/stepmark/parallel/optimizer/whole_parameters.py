@@ -30,32 +30,30 @@ from stepmark.sharding.replication import replication_of
 from stepmark.sharding.views import block_views, narrow
 
 ROUND_ELEMENTS = 8 * 2**20  # of one rank: the full bandwidth, and little memory beside the model
-Round = tuple[tuple[int, ...], ...]  # for each rank the positions of the parameters that it sends, end to end
+Round = tuple[list[str], ...]  # for each rank the parameters that it sends, end to end
 
 
-def divide(costs: Sequence[int], ranks: int) -> list[int]:
+def divide(costs: Mapping[str, int], ranks: int) -> dict[str, int]:
     """The rank of each item: the costliest first, each to the rank with the lowest cost so far (Graham 1969). The same
     on every rank."""
-    totals, owners = [0] * ranks, [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        owners[index] = min(range(ranks), key=lambda rank: (totals[rank], rank))
-        totals[owners[index]] += costs[index]
+    totals, owners = [0] * ranks, {}
+    for name in sorted(costs, key=lambda name: -costs[name]):
+        owners[name] = min(range(ranks), key=totals.__getitem__)
+        totals[owners[name]] += costs[name]
     return owners
 
 
 def make_rounds(
-    parameters: Sequence[Tensor], sizes: Sequence[int], owners: Sequence[int], ranks: int, limit: int | None
+    parameters: Mapping[str, Tensor], sizes: Mapping[str, int], owners: Mapping[str, int], ranks: int, limit: int | None
 ) -> list[Round]:
     """Rounds, each of parameters of one dtype, in which every parameter is sent once, by its owner; a rank sends at
     most `limit` elements at a time (None: ROUND_ELEMENTS), or one parameter. `sizes` are their elements."""
     rounds: list[Round] = []
-    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-        same = [index for index, parameter in enumerate(parameters) if parameter.dtype == dtype]
-        owned = [[index for index in same if owners[index] == rank] for rank in range(ranks)]
-        sent = [
-            [tuple(run) for run in in_groups(own, [sizes[i] for i in own], limit or ROUND_ELEMENTS)] for own in owned
-        ]
-        rounds += zip_longest(*sent, fillvalue=())
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters.values()):
+        same = [name for name, parameter in parameters.items() if parameter.dtype == dtype]
+        owned = [[name for name in same if owners[name] == rank] for rank in range(ranks)]
+        sent = [in_groups(own, [sizes[name] for name in own], limit or ROUND_ELEMENTS) for own in owned]
+        rounds += zip_longest(*sent, fillvalue=[])
     return rounds
 
 
@@ -74,18 +72,16 @@ class GatheredParameters:
         assert isinstance(mesh.tensor_parallel, GroupCollectives)
         self._axis = mesh.tensor_parallel
         self._parameters = dict(parameters)
-        names, values = list(parameters), list(parameters.values())
-        own = [layout_of(parameter) or Layout.full(parameter.shape) for parameter in values]
-        told = ([Layout.of(*each) for each in layouts] for layouts in self._axis.gather_objects(own))
-        self._layouts = [dict(zip(names, layouts, strict=True)) for layouts in told]  # by rank
-        sizes = [math.prod(layout.shape) for layout in own]
+        own = {name: layout_of(each) or Layout.full(each.shape) for name, each in parameters.items()}
+        told = ([Layout.of(*each) for each in layouts] for layouts in self._axis.gather_objects(list(own.values())))
+        self._layouts = [dict(zip(own, layouts, strict=True)) for layouts in told]  # by rank
+        sizes = {name: math.prod(layout.shape) for name, layout in own.items()}
         owners = divide(sizes, self._axis.size)
-        rounds = make_rounds(values, sizes, owners, self._axis.size, round_elements)
-        self._rounds = [[[names[index] for index in run] for run in runs] for runs in rounds]
+        self._rounds = make_rounds(parameters, sizes, owners, self._axis.size, round_elements)
         self.complete: dict[str, nn.Parameter] = {}
-        for name, parameter, layout, owner in zip(names, values, own, owners, strict=True):
-            if owner == self._axis.rank:
-                dtype = torch.float32 if master_weights else parameter.dtype
+        for name, layout in own.items():
+            if owners[name] == self._axis.rank:
+                dtype = torch.float32 if master_weights else parameters[name].dtype
                 zeros = torch.zeros(layout.shape, dtype=dtype, device=mesh.runtime.device)
                 self.complete[name] = nn.Parameter(zeros)
         self.refresh()
@@ -191,20 +187,19 @@ class WholeParameters(OptimizerSharding):
         self._mesh = mesh
         self._axis = mesh.data_parallel
         self.divided_by = "zero_1" if zero_1 else None
-        parameters = dict(zip(self.names, self.parameters, strict=True))
-        experts = [name for name in self.names if replication_of(parameters[name], 1).experts]
+        self._named = dict(zip(self.names, self.parameters, strict=True))
+        experts = [name for name in self.names if replication_of(self._named[name], 1).experts]
         if experts:
             raise UsageError(
                 f"expert_parallel_size: data parallel ranks hold different experts of {experts[0]}, and the optimizer "
                 "uses complete parameters; choose an elementwise one such as AdamW, or divisor of tensor_parallel_size"
             )
-        sizes = [parameter.numel() for parameter in self.parameters]
-        owners = divide(sizes, self._axis.size) if zero_1 else [self._axis.rank] * len(sizes)
-        mine = [name for name, owner in zip(self.names, owners, strict=True) if owner == self._axis.rank]
+        sizes = {name: parameter.numel() for name, parameter in self._named.items()}
+        owners = divide(sizes, self._axis.size) if zero_1 else dict.fromkeys(sizes, self._axis.rank)
         elementwise = {name for group in groups if elementwise_group(group) for name, _ in group["params"]}
         self._gathered: GatheredParameters | None = None
         self._needed: dict[str, nn.Parameter] = {}  # of mine, those of which a shard is here, and will not do
-        own = {name: parameters[name] for name in mine}
+        own = {name: each for name, each in self._named.items() if owners[name] == self._axis.rank}
         if not mesh.runtime.lazy and mesh.tensor_parallel.size > 1:
             sharded = {name: each for name, each in own.items() if layout_of(each) is not None}
             self._needed = {name: each for name, each in sharded.items() if name not in elementwise}
@@ -222,7 +217,7 @@ class WholeParameters(OptimizerSharding):
         self.place = {"mesh": mesh.shape, "rank": mesh.context.world.rank, "parameters": self._own.names}
         self._rounds: list[Round] = []
         if zero_1 and self._axis.size > 1:
-            self._rounds = make_rounds(self.parameters, sizes, owners, self._axis.size, bucket_elements)
+            self._rounds = make_rounds(self._named, sizes, owners, self._axis.size, bucket_elements)
 
     def _complete(self, held: OptimizerTensor) -> OptimizerTensor:
         """A parameter that was gathered has another layout, and perhaps another dtype, than this rank's shard of it."""
@@ -254,7 +249,7 @@ class WholeParameters(OptimizerSharding):
 
     def _publish(self, each: Round) -> None:
         """All-gathers the parameters of a round; each rank's are padded to the same length."""
-        sent = [[self.parameters[index] for index in indices] for indices in each]
+        sent = [[self._named[name] for name in names] for names in each]
         dtype = next(parameter.dtype for parameters in sent for parameter in parameters)
         sizes = [[parameter.numel() for parameter in parameters] for parameters in sent]
         length = max(map(sum, sizes))

@@ -134,15 +134,10 @@ def bounds_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 def checked_sizes(given: Sequence[int], layers: int, stages: int) -> list[int]:
     """`pipeline_layers`, which must fit the model. Raises UsageError."""
-    shown = ", ".join(str(size) for size in given)
-    if len(given) != stages:
+    if len(given) != stages or min(given) < 1 or sum(given) != layers:
         raise UsageError(
-            f"pipeline_layers: [{shown}] names {len(given)} stages, but there are {stages} (pipeline_parallel_size "
-            "times pipeline_chunks); give a number of layers for each"
-        )
-    if min(given) < 1 or sum(given) != layers:
-        raise UsageError(
-            f"pipeline_layers: [{shown}] should be numbers of 1 or more whose sum is the model's {layers} layers, and "
-            f"it is {sum(given)}"
+            f"pipeline_layers: {list(given)} should be {stages} numbers of 1 or more, one for each stage "
+            "(pipeline_parallel_size times pipeline_chunks), whose sum is the model's "
+            f"{layers} layers, and it is {sum(given)}"
         )
     return list(given)

@@ -19,9 +19,9 @@ interleaved that of Narayanan et al. 2021.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 GPIPE, ONE_F_ONE_B, INTERLEAVED = "gpipe", "1f1b", "interleaved"
 SCHEDULES = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
@@ -49,15 +49,6 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """The result of `task`, sent from rank `source` to rank `target`: an activation, or the gradient of one."""
-
-    task: Task
-    source: int
-    target: int
-
-
-@dataclass(frozen=True)
 class Schedule:
     """The ticks of one step. Stage s belongs to rank s % ranks."""
 
@@ -65,20 +56,14 @@ class Schedule:
     stages: int
     ticks: tuple[Tick, ...]
 
-    def transfers(self, tick: int) -> Iterator[Transfer]:
-        """What is sent at the end of a tick."""
-        for tasks in self.ticks[tick]:
-            for task in tasks:
-                target = task.next_stage()
-                if 0 <= target < self.stages and target % self.ranks != task.stage % self.ranks:
-                    yield Transfer(task, task.stage % self.ranks, target % self.ranks)
-
-    def exchanges(self, tick: int) -> dict[tuple[int, int], list[Transfer]]:
-        """The pairs of ranks that exchange something at the end of a tick, in the order that all ranks keep."""
-        found: dict[tuple[int, int], list[Transfer]] = {}
-        for transfer in self.transfers(tick):
-            pair = min(transfer.source, transfer.target), max(transfer.source, transfer.target)
-            found.setdefault(pair, []).append(transfer)
+    def exchanges(self, tick: int) -> dict[tuple[int, int], list[Task]]:
+        """The pairs of ranks that exchange something at the end of a tick, in the order that all ranks keep, and the
+        tasks whose results they send: activations, or gradients of these."""
+        found: dict[tuple[int, int], list[Task]] = {}
+        for task in chain.from_iterable(self.ticks[tick]):
+            source, target = task.stage % self.ranks, task.next_stage() % self.ranks
+            if 0 <= task.next_stage() < self.stages and source != target:
+                found.setdefault((min(source, target), max(source, target)), []).append(task)
         return dict(sorted(found.items()))
 
     def in_flight(self, rank: int) -> int:

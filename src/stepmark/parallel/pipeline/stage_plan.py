@@ -85,10 +85,6 @@ def _verified(model: Any) -> str:
 
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
-    if getattr(config, "is_encoder_decoder", False):
-        raise UsageError(
-            f"pipeline_parallel_size: {kind} is an encoder-decoder, which cannot be cut into stages; set it to 1"
-        )
     if kind not in STAGES or type(model).__name__ != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind):
         raise UsageError(
             f"pipeline_parallel_size: {type(model).__name__} is not among the models that were verified to compute the "
@@ -186,13 +182,11 @@ def _tied(
     """The embeddings that share their table with a module after the layers. Raises UsageError where stages share any
     other parameter."""
     stage_of = {f"{name}.{layer}": stage for stage, (begin, end) in enumerate(bounds) for layer in range(begin, end)}
+    stage_of |= {**dict.fromkeys(before, 0), **dict.fromkeys(after, len(bounds) - 1)}
     homes: dict[int, set[int]] = {}
     names: dict[int, list[str]] = {}
     for full, parameter in model.named_parameters(remove_duplicate=False):
-        owner = full.rpartition(".")[0]
-        home = 0 if owner in before else len(bounds) - 1
-        if owner not in before and owner not in after:
-            home = next(stage for layer, stage in stage_of.items() if full.startswith(f"{layer}."))
+        home = next(stage for place, stage in stage_of.items() if full.startswith(f"{place}."))
         homes.setdefault(id(parameter), set()).add(home)
         names.setdefault(id(parameter), []).append(full)
     tied = []

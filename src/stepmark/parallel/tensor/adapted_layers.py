@@ -74,32 +74,32 @@ def base_of(module: nn.Module) -> nn.Module:
     return adapted_layers("", module)[0].layer
 
 
-def is_adapted(module: nn.Module) -> bool:
+def is_adapted(module: object) -> bool:
     """Whether the module is a layer of peft around another one."""
-    if "peft" not in sys.modules:  # such a layer cannot exist without it
-        return False
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return isinstance(module, BaseTunerLayer)
+    return _is_a(module, "peft.tuners.tuners_utils", "BaseTunerLayer")
 
 
 def is_wrapper(module: object) -> bool:
     """Whether the module is what peft puts in the place of another one."""
-    return isinstance(module, nn.Module) and (is_adapted(module) or _is_training_wrapper(module))
+    return is_adapted(module) or _is_training_wrapper(module)
 
 
-def _is_training_wrapper(module: nn.Module) -> bool:
-    return "peft" in sys.modules and hasattr(module, "original_module") and type(module).__module__.startswith("peft.")
+def _is_training_wrapper(module: object) -> bool:
+    return _is_a(module, "peft.utils.other", "AuxiliaryTrainingWrapper")
 
 
-def _is_saved_module(module: nn.Module) -> bool:
-    return _is_training_wrapper(module) and type(module).__name__ == "ModulesToSaveWrapper"
+def _is_saved_module(module: object) -> bool:
+    return _is_a(module, "peft.utils.other", "ModulesToSaveWrapper")
+
+
+def _is_a(module: object, place: str, kind: str) -> bool:
+    """Whether it is of this class of peft, without which there is none."""
+    return isinstance(module, getattr(sys.modules.get(place), kind, ()))
 
 
 def unwrapped(model: Any) -> Any:
     """The transformers model inside a PeftModel; any other model as it is."""
-    peft = sys.modules.get("peft")
-    return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
+    return model.get_base_model() if _is_a(model, "peft.peft_model", "PeftModel") else model
 
 
 def called_models(model: Any) -> list[nn.Module]:
@@ -135,7 +135,7 @@ def _check_configurations(model: Any) -> None:
 
 
 def _check_wrapper(name: str, module: nn.Module) -> None:
-    """Raises UsageError for a layer of peft that is not LoRA, or a variant of it."""
+    """Raises UsageError for a layer of peft that is not LoRA, or is a variant of it."""
     if _is_training_wrapper(module) and not _is_saved_module(module):
         raise UsageError(
             f"tensor_parallel_size: {name} trains single tokens (trainable_token_indices), which cannot be sharded; "
@@ -145,23 +145,12 @@ def _check_wrapper(name: str, module: nn.Module) -> None:
         return
     from peft.tuners import lora
 
-    if type(module) not in (lora.Linear, lora.Embedding):
-        kind = f"{type(module).__module__.split('.')[-2]}.{type(module).__name__}"
+    variants: Any = getattr(module, "lora_variant", {})  # such as DoRA, by adapter
+    if variants or type(module) not in (lora.Linear, lora.Embedding):
+        kind = type(next(iter(variants.values()), module))
         raise UsageError(
-            f"tensor_parallel_size: {name} has an adapter of type {kind}, which cannot be sharded; only LoRA of linear "
-            "layers and embeddings can; set it to 1"
-        )
-    found: Any = module
-    if any(found.use_dora.values()):
-        raise UsageError(
-            f"tensor_parallel_size: {name} uses DoRA (use_dora), which needs norms of complete weights; leave use_dora "
-            "out, or set it to 1"
-        )
-    variants = [type(each).__name__ for each in getattr(found, "lora_variant", {}).values()]
-    if variants:
-        raise UsageError(
-            f"tensor_parallel_size: {name} uses a variant of LoRA ({variants[0]}) that cannot be sharded; leave it "
-            "out, or set it to 1"
+            f"tensor_parallel_size: {name} has an adapter of type {kind.__module__.split('.')[-2]}.{kind.__name__}, "
+            "which cannot be sharded; only plain LoRA of linear layers and embeddings can; set it to 1"
         )
 
 

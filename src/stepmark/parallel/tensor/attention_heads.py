@@ -29,9 +29,9 @@ class Heads:
     ranks: int
     latent: bool = False
 
-    def groups(self, child: str) -> int | None:
-        """Number of different shards of a projection; None: one per rank."""
-        return min(self.keys_and_values, self.ranks) if child in KEYS_AND_VALUES else None
+    def copies(self, child: str) -> int:
+        """How many neighbouring ranks hold the same shard of a projection."""
+        return max(self.ranks // self.keys_and_values, 1) if child in KEYS_AND_VALUES else 1
 
     def adapt(self, module: Any) -> None:
         """Sets the module's own head counts and widths to those of this rank."""

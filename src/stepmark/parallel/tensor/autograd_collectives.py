@@ -20,6 +20,7 @@ is partial. A sharded dim has one equal shard per rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,50 +28,42 @@ from torch.autograd import Function
 
 from stepmark.runtime.collectives import Collectives
 
-Operation = Callable[[Tensor], Tensor]
 Operations = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 def copy_to(tensor: Tensor, axis: Collectives) -> Tensor:
     """A replicated tensor, for use by computations that differ among ranks and produce partial gradients."""
-    return _apply(tensor, lambda given: given.view_as(given), lambda gradient: axis.all_reduce([gradient])[0])
+    (copy,) = exchange([tensor], lambda given: [given[0].view_as(given[0])], axis.all_reduce)
+    return copy
 
 
 def reduce_from(tensor: Tensor, axis: Collectives) -> Tensor:
     """The sum of a partial tensor, replicated. The result may reuse the memory of `tensor`."""
-    return _apply(tensor, lambda given: axis.all_reduce([given.detach()])[0], lambda gradient: gradient)
+    return _apply(tensor, axis.all_reduce, list)
 
 
 def gather(tensor: Tensor, axis: Collectives, dim: int) -> Tensor:
     """The complete tensor of shards along `dim`, replicated."""
-    return _apply(tensor, _all_gather(axis, dim), lambda gradient: axis.own_shard(gradient, dim))
+    return _apply(tensor, partial(axis.all_gather, dim=dim), _own_shard(axis, dim))
 
 
 def scatter(tensor: Tensor, axis: Collectives, dim: int) -> Tensor:
     """This rank's shard along `dim` of a replicated tensor."""
-
-    def own_shard(given: Tensor) -> Tensor:
-        return axis.own_shard(given.detach(), dim).contiguous()
-
-    return _apply(tensor, own_shard, lambda gradient: axis.all_gather([gradient], dim)[0])
+    return _apply(tensor, _own_shard(axis, dim), partial(axis.all_gather, dim=dim))
 
 
 def gather_partial(tensor: Tensor, axis: Collectives, dim: int) -> Tensor:
     """Like `gather`, for use by computations that differ among ranks and produce partial gradients."""
-    return _apply(tensor, _all_gather(axis, dim), lambda gradient: axis.reduce_scatter([gradient], dim)[0])
+    return _apply(tensor, partial(axis.all_gather, dim=dim), partial(axis.reduce_scatter, dim=dim))
 
 
 def reduce_scatter(tensor: Tensor, axis: Collectives, dim: int) -> Tensor:
     """This rank's shard along `dim` of the sum of a partial tensor."""
-
-    def summed_shard(given: Tensor) -> Tensor:
-        return axis.reduce_scatter([given.detach()], dim)[0].contiguous()
-
-    return _apply(tensor, summed_shard, lambda gradient: axis.all_gather([gradient], dim)[0])
+    return _apply(tensor, partial(axis.reduce_scatter, dim=dim), partial(axis.all_gather, dim=dim))
 
 
-def _all_gather(axis: Collectives, dim: int) -> Operation:
-    return lambda given: axis.all_gather([given.detach()], dim)[0].contiguous()
+def _own_shard(axis: Collectives, dim: int) -> Operations:
+    return lambda given: [axis.own_shard(each, dim) for each in given]
 
 
 def exchange(tensors: Sequence[Tensor], forward: Operations, backward: Operations) -> tuple[Tensor, ...]:
@@ -78,8 +71,8 @@ def exchange(tensors: Sequence[Tensor], forward: Operations, backward: Operation
     return _Collective.apply(forward, backward, *tensors)
 
 
-def _apply(tensor: Tensor, forward: Operation, backward: Operation) -> Tensor:
-    (made,) = exchange([tensor], lambda given: [forward(*given)], lambda gradients: [backward(*gradients)])
+def _apply(tensor: Tensor, forward: Operations, backward: Operations) -> Tensor:
+    (made,) = exchange([tensor], lambda given: [forward([given[0].detach()])[0].contiguous()], backward)
     return made
 
 

@@ -240,28 +240,23 @@ def is_covered(name: str, styles: Container[str]) -> bool:
     return name in styles
 
 
-def shard(shape: Shape, dim: int, rank: int, size: int, packed: int = 1) -> Placement:
-    """This rank's equal shard along `dim`, of each of `packed` projections. The caller checked divisibility."""
+def shard(shape: Shape, dim: int, rank: int, size: int, packed: int = 1, copies: int = 1) -> Placement:
+    """This rank's equal shard along `dim`, of each of `packed` projections, which `copies` neighbouring ranks have. The
+    caller checked divisibility."""
     dim %= len(shape)
     width = shape[dim] // packed
-    part = width // size
+    part = width * copies // size
 
     def along(values: Shape, value: int) -> Shape:
         return (*values[:dim], value, *values[dim + 1 :])
 
     zeros, local = (0,) * len(shape), along(shape, packed * part)
-    boxes = [Box(along(zeros, number * width + rank * part), along(shape, part)) for number in range(packed)]
+    begins = [number * width + rank // copies * part for number in range(packed)]
+    boxes = [Box(along(zeros, begin), along(shape, part)) for begin in begins]
     if packed == 1:
-        return Placement(Layout.box(shape, *boxes[0]), local)
+        return Placement(Layout.box(shape, *boxes[0]), local, copies)
     places = [along(zeros, number * part) for number in range(packed)]
-    return Placement(Layout.boxes(shape, list(zip(boxes, places, strict=True))), local)
-
-
-def shard_among_groups(shape: Shape, dim: int, rank: int, size: int, groups: int) -> Placement:
-    """Like `shard`, but into fewer shards (`groups`) than ranks: neighbouring ranks hold replicas."""
-    count = size // groups
-    placement = shard(shape, dim, rank // count, groups)
-    return Placement(placement.layout, placement.shape, count)
+    return Placement(Layout.boxes(shape, list(zip(boxes, places, strict=True))), local, copies)
 
 
 def shard_vocabulary(shape: Shape, rank: int, size: int) -> Placement:

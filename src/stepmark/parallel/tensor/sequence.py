@@ -54,8 +54,11 @@ class SequenceBlock:
     name: str
     module: nn.Module
     partial: bool = False  # whether the gradient of its input is the sum of the ranks' parts, without collectives
-    scatters: bool = False  # whether its layers that are sharded by rows, `rows`, scatter its output
-    rows: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()  # its layers that are sharded by rows, if they scatter its output
+
+    @property
+    def scatters(self) -> bool:
+        return bool(self.rows)
 
 
 @dataclass(frozen=True)
@@ -155,8 +158,7 @@ def _block(name: str, module: nn.Module, plan: Mapping[str, Style]) -> SequenceB
     on_own_shard = {own for own, kind in kinds.items() if kind in ON_OWN_SHARD}
     covered = all(is_covered(own, on_own_shard) for own, _ in module.named_parameters(name))
     columns = any(kind in COLUMN_STYLES for kind in kinds.values())
-    scatters = bool(rows) and direct
-    return SequenceBlock(name, module, columns and scatters and covered, scatters, tuple(rows) if scatters else ())
+    return SequenceBlock(name, module, columns and bool(rows) and direct and covered, tuple(rows) if direct else ())
 
 
 def shard_sequence(stack: Stack, number: int, axis: Collectives, seeds: RegionSeeds, partial: bool) -> None:

@@ -35,7 +35,6 @@ from stepmark.parallel.tensor.plans import (
     check_plan,
     plan_of,
     shard,
-    shard_among_groups,
     shard_vocabulary,
 )
 from stepmark.parallel.tensor.sequence import Stack, refuse_hidden_states, sequence_stacks, shard_sequence
@@ -64,8 +63,6 @@ class TensorParallelism:
         self._model = model = unwrapped(model)
         self._mesh = mesh
         self._axis: Collectives = mesh.tensor_parallel
-        if any(layout_of(parameter) is not None for parameter in model.parameters()):
-            raise UsageError("parallelize: the model is already sharded; pass a complete one")
         complete = plan_of(model, given)
         self._stacks: list[Stack] = sequence_stacks(model, complete) if sequence else []
         plan = {name: style for name, style in complete.items() if not {name, _parent(name)} & set(experts)}
@@ -119,33 +116,31 @@ class TensorParallelism:
                 )
             if style.columns or style.rows:
                 dim = -1 if style.rows or parameter.dim() == 1 else -2
-                yield parameter, self._place(name, parameter, dim, style, None)
+                yield parameter, self._place(name, parameter, dim, style)
                 if parameter.dim() == 3 and not self._mesh.runtime.lazy:
                     check_grouped(name, parameter, parameter.shape[dim] // style.packed // self._axis.size)
 
     def _linear_shards(self, name: str, each: AdaptedLayer, style: Style) -> Iterator[tuple[nn.Parameter, Placement]]:
         """The shards of a linear layer and, along the same outputs or inputs, of its adapters."""
         heads, rows = self._heads.get(_parent(name)), style.rows
-        groups = heads.groups(name.rpartition(".")[2]) if heads and not rows else None
+        copies = heads.copies(name.rpartition(".")[2]) if heads and not rows else 1
         inputs = input_dim(each.layer)
         found = [(own, parameter, inputs if rows else 1 - inputs) for own, parameter in each.own_parameters()]
         found += [(own, parameter, int(rows)) for own, parameter in each.parameters_of("a" if rows else "b")]
         for own, parameter, dim in found:
             if rows and parameter.dim() == 1:
                 continue  # the bias stays complete: it is added once, after the sum
-            yield parameter, self._place(own, parameter, 0 if parameter.dim() == 1 else dim, style, groups)
+            yield parameter, self._place(own, parameter, 0 if parameter.dim() == 1 else dim, style, copies)
 
-    def _place(self, name: str, parameter: Tensor, dim: int, style: Style, groups: int | None) -> Placement:
+    def _place(self, name: str, parameter: Tensor, dim: int, style: Style, copies: int = 1) -> Placement:
         shape, rank, size = tuple(parameter.shape), self._axis.rank, self._axis.size
-        if groups is not None and groups < size:
-            return shard_among_groups(shape, dim, rank, size, groups)
-        if shape[dim] % (style.packed * size):
+        if shape[dim] * copies % (style.packed * size):
             packed = f" of {style.packed} projections" if style.packed > 1 else ""
             raise UsageError(
                 f"tensor_parallel_size: {name}, {list(shape)}{packed}, cannot be split into {size} equal shards "
                 f"along dim {dim % len(shape)}; choose a divisor of {shape[dim] // style.packed}"
             )
-        return shard(shape, dim, rank, size, style.packed)
+        return shard(shape, dim, rank, size, style.packed, copies)
 
     def shard_parameters(self) -> None:
         for parameter, placement in self._sharded:

@@ -198,9 +198,8 @@ class SimulatedCollectives(GroupCollectives):
         with self._tracker.within(COMMUNICATION):
             return super().exchange_shards(tensor, senders)
 
-    def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Allocates nothing."""
-        return lambda: tensor
+    def start_all_reduce(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
+        return (lambda: tensor) if dtype in (None, tensor.dtype) else super().start_all_reduce(tensor, dtype)
 
     start_gather_in_place = start_all_reduce
 
