@@ -135,14 +135,14 @@ def check_nproc(ranks: int) -> None:
         raise UsageError("--nproc: this process is already one of several ranks; omit --nproc under torchrun or srun")
 
 
-def rank_command(arguments: Sequence[str]) -> list[str]:
-    """The same command line without --nproc and --min_nproc."""
-    kept: list[str] = []
+def rank_command(arguments: Sequence[str], *others: str) -> list[str]:
+    """The same command line without --nproc, --min_nproc, and other options that have a value."""
+    dropped, kept = ("--nproc", "--min_nproc", *others), list[str]()
     rest = iter(arguments)
     for argument in rest:
-        if argument in ("--nproc", "--min_nproc"):
+        if argument in dropped:
             next(rest, None)
-        elif not argument.startswith(("--nproc=", "--min_nproc=")):
+        elif not argument.startswith(tuple(f"{name}=" for name in dropped)):
             kept.append(argument)
     return [sys.executable, "-P", "-m", "stepmark", *kept]  # -P: the current folder's modules are not ours
 
