@@ -103,6 +103,25 @@ def test_a_mean_over_samples_that_is_declared_does_not_depend_on_micro_batches(
     assert "loss_averages_over" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_function_is_called_outside_of_autocast(tmp_path: Path, bf16: bool) -> None:
+    """As in transformers: what it multiplies is float32."""
+    seen = []
+
+    def similarity(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        rows = outputs.logits.mean(1)
+        seen.append((outputs.logits.dtype, (rows @ rows.T).dtype))
+        return (rows @ rows.T).mean()
+
+    args = TrainingArguments(str(tmp_path), max_steps=1, bf16=bf16, report_to="none", device="cpu", save_strategy="no")
+    trainer = Trainer(
+        build("gpt2"), args, train_dataset=samples(), eval_dataset=samples(), compute_loss_func=similarity
+    )
+    trainer.train()
+    trainer.evaluate()
+    assert seen == 2 * [(torch.float32, torch.float32)]
+
+
 def test_what_it_averages_over_may_be_set_and_is_checked(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), device="cpu", disable_tqdm=True, per_device_eval_batch_size=1)
     trainer = BySample(tiny_model(dropout=0.0), args, eval_dataset=samples())  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.progress import EVALUATION, enter_phase, in_phase
 from stepmark.parallel.full_sharding import compare_calls, has_full_sharding
 from stepmark.parallel.pipeline.staged_model import staged
-from stepmark.runtime.base import Runtime, map_tensors
+from stepmark.runtime.base import Runtime
 from stepmark.runtime.eager import kept_generators
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import derive_seed, kept_host_generators, seed_generators
@@ -39,13 +39,12 @@ from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import accepts, evaluating, returns_loss, unwrapped
 from stepmark.training.one_graph_per_step.transformers_forward import forward_without_reads
 from stepmark.training.pipelined_forward import PipelinedForward
-from stepmark.training.weighted_loss import MicroBatchLoss, Weight, check_mapping, loss_beside
+from stepmark.training.weighted_loss import MicroBatchLoss, Weight, check_mapping, in_float32, loss_beside
 
 BatchResult = tuple[Tensor | None, Any, Any]
 PredictionStep = Callable[[Any, bool, Sequence[str] | None], tuple[Tensor | None, Any, Any]]
 BatchMetrics = Callable[[SampleRows, bool], Any]
 
-HALVES = torch.float16, torch.bfloat16
 HELD_BATCHES = 16  # losses that stay on the device before they are fetched, and batches of predictions per gather
 
 
@@ -233,7 +232,7 @@ class Evaluator:
             if loss_only:  # keep unused values out of the graph's outputs
                 logits = labels = None
             elif self.autocast_dtype is not None:
-                logits = map_tensors(logits, lambda each: each.float() if each.dtype in HALVES else each)
+                logits = in_float32(logits)
             if self.preprocess_logits is not None and logits is not None:
                 with autocast(self.runtime, None):
                     logits = self.preprocess_logits(logits, labels)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from stepmark.data.loader.batch import MicroBatch
 from stepmark.data.loader.labels import LabelRule
@@ -40,6 +41,7 @@ _UNDECLARED = (
     "nothing says whether position t predicts label t + 1, so that the first label of a row is no target; set "
     "causal_shift to true or false"
 )
+HALVES = torch.float16, torch.bfloat16
 LossFunction = Callable[..., Tensor]
 Override = Callable[[nn.Module, Any, Tensor], tuple[Tensor, Any]]
 
@@ -63,9 +65,9 @@ class MicroBatchLoss:
     The loss is, in order of preference: the user's `compute_loss_func(outputs, labels, num_items_in_batch=…)`; cross
     entropy with label smoothing, for batches with `labels`; the model's own loss.
 
-    `compute_loss_func` may return a mean, or a sum divided by `num_items_in_batch`: it is given the number of targets
-    of the micro-batch (transformers: of the step), so that both are equal, and its result is weighted like a model's
-    own loss.
+    `compute_loss_func` is called outside of autocast, with float32 outputs. It may return a mean, or a sum divided by
+    `num_items_in_batch`: it is given the number of targets of the micro-batch (transformers: of the step), so that both
+    are equal, and its result is weighted like a model's own loss.
 
     `override(model, inputs, num_items_in_batch)`, where it is set, replaces all of these. It returns a loss on the same
     terms, and the outputs; `mean` is the loss that it replaces.
@@ -213,7 +215,10 @@ class MicroBatchLoss:
             if self._compute is not None:
                 given = with_targets(self.labels, inputs, count) if "labels" in inputs else inputs
                 outputs = self._call_without_labels(model, inputs, given)
-                loss = self._compute(outputs, given.get("labels"), num_items_in_batch=count.clamp(min=1))
+                if torch.is_autocast_enabled(count.device.type):
+                    outputs = in_float32(outputs)
+                with torch.autocast(count.device.type, enabled=False):  # which is for the model, as in transformers
+                    loss = self._compute(outputs, given.get("labels"), num_items_in_batch=count.clamp(min=1))
                 return weight.of(loss), outputs
             if "labels" in inputs and self._smoothing:
                 if self.labels.by_sample:
@@ -283,6 +288,11 @@ def split_loss(outputs: Any) -> tuple[Tensor, Any]:
             "compute_loss_func"
         )
     return loss, outputs
+
+
+def in_float32(outputs: Any) -> Any:
+    """A model's outputs, of which tensors of 16 bits are float32."""
+    return tree_map_only(Tensor, lambda each: each.float() if each.dtype in HALVES else each, outputs)
 
 
 def loss_beside(outputs: Any) -> tuple[Tensor | None, Any]:
