@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from stepmark import Checkpointer
-from stepmark.checkpoint.format.block_io import read_block
+from stepmark.checkpoint.format.verified_file import WINDOW, PageCacheEviction
 
-SIZE = 64 << 20
+SIZE = 2 * WINDOW + (WINDOW >> 1)
 BLOCK = 2 << 20
 
 
@@ -46,21 +46,28 @@ def cached(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_has_been_read_leaves(cached: Path) -> None:
-    memory = memoryview(bytearray(BLOCK))
-    for begin in range(BLOCK, SIZE, 2 * BLOCK):
-        read_block(cached, memory, begin, passing=True)
-    assert 0.4 < resident(cached) < 0.7
-    for begin in range(0, SIZE, 2 * BLOCK):
-        read_block(cached, memory, begin)
-    assert resident(cached) > 0.4
-    for begin in range(0, SIZE, 2 * BLOCK):
-        read_block(cached, memory, begin, passing=True)
-    assert resident(cached) < 0.2
+def test_a_window_leaves_when_all_of_it_has_been_read(cached: Path) -> None:
+    passing = PageCacheEviction(cached)
+    begins = list(range(0, 2 * WINDOW, BLOCK))
+    for begin in begins[1::2] + begins[:-2:2]:  # all but the last but one block
+        passing.has_read(begin, begin + BLOCK)
+    assert 0.5 < resident(cached) < 0.7
+    passing.has_read(2 * WINDOW - 2 * BLOCK, 2 * WINDOW - BLOCK)
+    assert resident(cached) < 0.3
+    passing.has_read(2 * WINDOW, 2 * WINDOW + 1)
+    passing.close()
+    assert resident(cached) < 0.05
+
+
+def test_a_deleted_file_is_not_an_error(tmp_path: Path) -> None:
+    passing = PageCacheEviction(tmp_path / "gone")
+    passing.has_read(0, WINDOW)
+    passing.has_read(WINDOW, WINDOW + 1)
+    passing.close()
 
 
 def test_a_restored_checkpoint_is_not_left_in_the_cache(cached: Path, tmp_path: Path) -> None:
-    state = {"weights": torch.ones(SIZE // 4)}
+    state = {"weights": torch.ones(WINDOW * 3 // 2 // 4)}
     with Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, {"state": state}, block=True)
         checkpointer.restore({"state": state})

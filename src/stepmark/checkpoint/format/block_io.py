@@ -5,7 +5,6 @@ A file that is read is open for the time of a call only: a checkpoint may have m
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
@@ -33,14 +32,14 @@ def thread_memory(purpose: str, size: int) -> memoryview:
     return memory
 
 
-def read_block(path: Path, memory: memoryview, begin: int, *, passing: bool = False) -> None:
+def read_block(path: Path, memory: memoryview, begin: int) -> None:
     """Fills `memory` with the file's bytes from `begin` on. The page cache reads ahead, and spares the disk where
-    several ranks of a node read the same bytes; if `passing`, nobody does, and they leave it: it reuses that memory.
+    several ranks of a node read the same bytes.
 
     Raises CheckpointDamaged where the file ends before, or the disk cannot read it, and CheckpointError where it cannot
     be read for a reason that has nothing to do with its bytes.
     """
-    _read_to_the_end(path, memory, begin, len(memory), past_cache=False, passing=passing)
+    _read_to_the_end(path, memory, begin, len(memory), past_cache=False)
 
 
 def read_past_cache(path: Path, memory: memoryview, begin: int, end: int) -> memoryview:
@@ -54,22 +53,20 @@ def read_past_cache(path: Path, memory: memoryview, begin: int, end: int) -> mem
     return block[begin - low : end - low]
 
 
-def _read_to_the_end(
-    path: Path, block: memoryview, low: int, needed: int, *, past_cache: bool, passing: bool = False
-) -> None:
+def _read_to_the_end(path: Path, block: memoryview, low: int, needed: int, *, past_cache: bool) -> None:
     done = 0
     try:
         if past_cache:
             done = _read(path, block, low, needed, os.O_DIRECT)
         if done < needed:  # through the cache; or the last bytes past it, which are less than a page
-            done += _read(path, block[done:], low + done, needed - done, 0, passing=passing)
+            done += _read(path, block[done:], low + done, needed - done, 0)
     except OSError as error:
         raise cannot_read(path, error, f"byte {low + done}") from error
     if done < needed:
         raise FileIncomplete(f"{path} ends at byte {low + done}")
 
 
-def _read(path: Path, block: memoryview, offset: int, needed: int, flag: int, *, passing: bool = False) -> int:
+def _read(path: Path, block: memoryview, offset: int, needed: int, flag: int) -> int:
     """Reads at least `needed` bytes, or up to the file's end; how many there were."""
     done = 0
     try:
@@ -84,9 +81,6 @@ def _read(path: Path, block: memoryview, offset: int, needed: int, flag: int, *,
             if count == 0:
                 break
             done += count
-        if passing:
-            with contextlib.suppress(OSError):  # only advice
-                os.posix_fadvise(descriptor, offset, done, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         if not flag or error.errno != errno.EINVAL:  # some network file systems open it, and then refuse to read
             raise

@@ -126,6 +126,8 @@ class TensorReader:
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
+        for file in self._files.values():
+            file.close()
 
     def fill(self, targets: Sequence[ReadTarget], runtime: Runtime) -> None:
         """Reads every target and gives live tensors their values, through the runtime where they are not host memory.
