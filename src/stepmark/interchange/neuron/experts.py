@@ -63,10 +63,10 @@ def add_expert_optimizer(
     if not all(isinstance(value, dict) and _GROUPS in value for value in contents.values()):
         lost.append(LOST_WHOLE)
         return None
-    ranks = max(place.dp for place in files) + 1
+    ranks, where = max(place.dp for place in files) + 1, min(files.values())
     if ranks % experts:
         raise CheckpointDamaged(
-            f"{min(files.values())}: there are files of {ranks} data parallel ranks, which {experts} expert parallel "
+            f"{where}: there are files of {ranks} data parallel ranks, which {experts} expert parallel "
             "ranks do not divide; a data parallel rank's file is missing"
         )
     halves = {place: _split(value, files[place]) for place, value in contents.items()}
@@ -79,8 +79,8 @@ def add_expert_optimizer(
         paths = {place: files[source] for place, source in own.items()}
         add_optimizer(part, paths, records, lost, given={place: halves[source][1] for place, source in own.items()})
         parts.append(part)
-    stage.states = common.states | _joined_states(parts, min(files.values()))
-    stage.groups = _joined_groups(common, parts, min(files.values()))
+    stage.states = common.states | _joined_states(parts, where)
+    stage.groups = _joined_groups(common, parts, where)
     if any(item.dtype != "F32" for found in stage.tensors.values() for item in found) and LOST_MASTERS not in lost:
         lost.append(LOST_MASTERS)
     return rule

@@ -36,8 +36,9 @@ def rank_files(folder: Path, pattern: re.Pattern[str] = _FILE) -> dict[RankCoord
     for match, path in matching(folder, pattern):
         file = path / "checkpoint.pt" if path.is_dir() else path
         numbers = {axis: int(number) for axis, number in match.groupdict().items() if number}
+        of_all = {"dp": -1} if match[0].startswith("full") else {}
         if file.is_file():
-            found[RankCoordinates(**({"dp": -1 if match[0].startswith("full") else 0} | numbers))] = file
+            found[RankCoordinates(**of_all, **numbers)] = file
     return found
 
 

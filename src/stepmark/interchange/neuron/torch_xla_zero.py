@@ -67,11 +67,6 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     if outline is not None:
         fit_model(found, outline)
     if not options.model_only:
-        if outline is None and not in_order:
-            raise CheckpointMismatch(
-                f"{files[0]} numbers the parameters in the model's order, in which safetensors files are not; give the "
-                "model's config with --config, or import the model alone with --model-only"
-            )
         _, groups = split_state_dict(optimizers[0], str(files[0]))
         shapes = shapes_of(optimizers[0].get("shape_info"), str(files[0]))
         names = agreed_names(found, groups, shapes, files[0], outline, saved if in_order else None)

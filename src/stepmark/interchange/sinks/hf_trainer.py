@@ -16,6 +16,7 @@ from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.model_outline import CONFIG, ModelOutline, outline_of
 from stepmark.interchange.sinks.export_plan import ExportPlan, optimizer_of
 from stepmark.interchange.sinks.imported_state import trainer_state_bytes
+from stepmark.interchange.sources.complete_state import compare_model
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.interchange.sources.optimizer_names import NAMES
 from stepmark.interchange.sources.peft_adapter import adapter_outline
@@ -68,7 +69,7 @@ def _outline(source: ForeignCheckpoint, config: Path | None) -> ModelOutline:
     """
     if source.adapter:
         outline = adapter_outline(source.folder, config, len(source.model))
-        _compare(source, outline, source.folder / ADAPTER_CONFIG)
+        compare_model(source, outline, source.folder / ADAPTER_CONFIG)
         optimizer_of(source).rename({live: name for name, live in outline.live.items()})  # to those of the tensors
         return outline
     path = config or source.files.get(CONFIG)
@@ -78,20 +79,9 @@ def _outline(source: ForeignCheckpoint, config: Path | None) -> ModelOutline:
             "numbers; give the model's with --config"
         )
     outline = outline_of(path, len(source.model))
-    _compare(source, outline, path)
+    compare_model(source, outline, path)
     source.files[CONFIG] = path
     return outline
-
-
-def _compare(source: ForeignCheckpoint, outline: ModelOutline, path: Path) -> None:
-    for name, shape in outline.parameters.items():
-        tensor = source.model.get(name)
-        if tensor is None or tensor.shape != shape:
-            found = "missing" if tensor is None else list(tensor.shape)
-            raise CheckpointMismatch(
-                f"{source.folder}: tensor {name!r} is {found}, and {list(shape)} in the {outline.architecture} of "
-                f"{path}"
-            )
 
 
 def _weights_in_full_precision(source: ForeignCheckpoint) -> tuple[dict[str, GlobalTensor], bool]:

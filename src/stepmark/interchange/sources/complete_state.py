@@ -109,6 +109,15 @@ def fit_model(found: ForeignCheckpoint, outline: ModelOutline) -> None:
                 f"{tensor.where} is not in the {outline.architecture} of {config}; give the model's own config with "
                 "--config, or other names with --map"
             )
+    compare_model(found, outline, config)
+    found.model = {name: found.model[name] for name in outline.state if name in found.model}
+    found.written = {
+        name: own for name, own in outline.written.items() if name not in outline.saved or own in found.model
+    }
+
+
+def compare_model(found: ForeignCheckpoint, outline: ModelOutline, config: Path | str) -> None:
+    """Raises CheckpointMismatch where a tensor of the config's model is missing, or has another shape."""
     for name, shape in outline.state.items():
         other = found.model.get(name)
         if other is None and name in outline.parameters:
@@ -119,10 +128,6 @@ def fit_model(found: ForeignCheckpoint, outline: ModelOutline) -> None:
             raise CheckpointMismatch(
                 f"{other.where} is {list(other.shape)}, and {list(shape)} in the {outline.architecture} of {config}"
             )
-    found.model = {name: found.model[name] for name in outline.state if name in found.model}
-    found.written = {
-        name: own for name, own in outline.written.items() if name not in outline.saved or own in found.model
-    }
 
 
 def take_own_names(found: ForeignCheckpoint, outline: ModelOutline | None) -> None:

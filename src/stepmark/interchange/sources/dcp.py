@@ -192,16 +192,10 @@ def _names_of_numbers(
     changed: Mapping[str, str],
 ) -> dict[str, str]:
     """Each number of a parameter, as text, to its name."""
-    where, other_class = store.folder / METADATA, any(old != new for old, new in changed.items())
     ordered = store.ordered and any(tensor.name in store.tensors for tensor in found.model.values())
-    if (outline is None or other_class) and not ordered:
-        raise CheckpointMismatch(
-            f"{where} numbers the optimizer's parameters, and does not say in which order the model has them; give the "
-            "model's config with --config, or import the model alone with --model-only"
-        )
     shapes = {int(key): shape for key, shape in state_shapes(states).items()}
     saved = {name: tensor.shape for name, tensor in found.model.items()} if ordered else None
-    names = agreed_names(found, groups, shapes, where, outline, saved, changed)
+    names = agreed_names(found, groups, shapes, store.folder / METADATA, outline, saved, changed)
     return {str(number): name for number, name in names.items()}
 
 

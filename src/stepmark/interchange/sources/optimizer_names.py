@@ -142,13 +142,18 @@ def agreed_names(
     that fit have to agree. Adds to `found` where they come from. `saved` is None where the file's order is arbitrary.
 
     With new names (`renamed`), the saving program has another class than the config. The rest is as for
-    `numbered_names`. Raises CheckpointMismatch where no order fits, or two give different names.
+    `numbered_names`. Raises CheckpointMismatch where there is no order, none fits, or two give different names.
     """
     orders: dict[str, Mapping[str, Shape]] = {}
     if outline is not None and all(old == new for old, new in renamed.items()):
         orders[CONFIG] = outline.parameters
     if saved is not None:
         orders[FILE_ORDER] = {n: shape for n, shape in saved.items() if outline is None or n in outline.parameters}
+    if not orders:
+        raise CheckpointMismatch(
+            f"{where} numbers the optimizer's parameters, and no file here says in which order the model has them; "
+            f"give the model's {CONFIG} with --config, or import the model alone with --model-only"
+        )
     norms, frozen = (outline.layer_norms, outline.frozen) if outline is not None else (frozenset(), frozenset())
     fits: list[tuple[str, dict[int, str], str]] = []
     errors: list[CheckpointMismatch] = []

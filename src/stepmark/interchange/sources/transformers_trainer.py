@@ -127,12 +127,8 @@ def _optimizer(folder: Path, found: ForeignCheckpoint, outline: ModelOutline | N
     state, groups = split_state_dict(read_saved(path, found.records), str(path))
     if (named := own_names(groups)) is not None:
         return whole_optimizer(state, groups, named, path)
-    if outline is None:
-        raise CheckpointMismatch(
-            f"{path} numbers the parameters, and their order follows from the model's {CONFIG}, which is not in the "
-            "folder; give it with --config, or import the model alone with --model-only"
-        )
-    _check_version(found, outline, path)
+    if outline is not None:
+        _check_version(found, outline, path)
     tool = TRAINER if found.kind.startswith(TRAINER) else None
     names = agreed_names(found, groups, state_shapes(state), path, outline, None, tool=tool)
     return whole_optimizer(state, groups, names, path)
