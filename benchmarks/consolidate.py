@@ -24,7 +24,7 @@ import numpy as np
 from page_cache import drop_cache
 
 from stepmark.checkpoint.format.checksums import block_checksum, bytes_checksum
-from stepmark.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
+from stepmark.checkpoint.format.manifest import MANIFEST, VALUES, FileEntry, Manifest, TensorEntry
 from stepmark.checkpoint.format.tensor_file import Header
 from stepmark.checkpoint.save.plan import Holding, PlannedFile, SliceRecord, plan_save
 from stepmark.sharding.layout import Shape, TensorSlice
@@ -76,6 +76,9 @@ def make_checkpoint(folder: Path, gigabytes: float) -> int:
         entries.append(write_file(folder, file, noise))
         for stored in file.tensors:
             slices[stored.name].append((number, stored.slice))
+    values = b'{"version": 1, "sections": {"model": {"kind": "module", "value": null}}}'
+    (folder / VALUES).write_bytes(values)
+    entries.append(FileEntry(VALUES, len(values), bytes_checksum(values)))
     table = {name: TensorEntry("BF16", shape, tuple(slices[name])) for name, (shape, _) in tensors.items()}
     manifest = Manifest(
         1, SAVE, 0.0, {}, RANKS, {"tp": RANKS}, True, {"model": "module"}, tuple(entries), {"model": table}
