@@ -9,6 +9,7 @@ arXiv:1411.0030).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating
 
 
+@dataclass(eq=False)
 class PromptSampler:
     """Continues prompts by `tokens` tokens, or up to the end-of-sequence token.
 
@@ -36,29 +38,27 @@ class PromptSampler:
         UsageError: There is no tokenizer, a prompt has no tokens, or the model has not enough positions for them.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        prompts: Sequence[str],
-        tokens: int,
-        positions: int | None,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        if tokenizer is None:
+    tokenizer: Any
+    prompts: Sequence[str]
+    tokens: int
+    positions: int | None
+    options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokenizer is None:
             raise UsageError("sample_prompts: the Trainer needs the tokenizer for them; pass processing_class")
-        self.prompts, self._tokenizer, self._new = prompts, tokenizer, tokens
-        encoder = TextEncoder(tokenizer)
-        self._ids = [[*encoder.prefix, *ids] for ids in encoder.encode(list(prompts))]
-        for prompt, ids in zip(prompts, self._ids, strict=True):
+        encoder = TextEncoder(self.tokenizer)
+        self._ids = [[*encoder.prefix, *ids] for ids in encoder.encode(list(self.prompts))]
+        for prompt, ids in zip(self.prompts, self._ids, strict=True):
             if not ids:
                 raise UsageError(f"sample_prompts: {prompt!r} has no tokens; give a text to continue")
-        self._warpers = _warpers(options or {})
-        self._length = max(map(len, self._ids)) + tokens
+        self._warpers = _warpers(self.options or {})
+        self._length = max(map(len, self._ids)) + self.tokens
         self._ends = {encoder.suffix[-1]} if encoder.suffix else set()
-        if positions is not None and self._length > positions:
+        if self.positions is not None and self._length > self.positions:
             raise UsageError(
                 f"sample_prompts: the longest prompt and sample_tokens are {self._length} tokens, and the model has "
-                f"{positions} positions; shorten the prompt, or lower sample_tokens"
+                f"{self.positions} positions; shorten the prompt, or lower sample_tokens"
             )
 
     def texts(
@@ -79,7 +79,7 @@ class PromptSampler:
         last = torch.tensor([[len(ids) - 1] for ids in self._ids])
         tokens, last, places = runtime.place([on_host, last, torch.arange(self._length)[None]])
         runtime.step_boundary()
-        for _ in range(self._new):
+        for _ in range(self.tokens):
             logits = model(input_ids=tokens).logits
             index = last[:, :, None].expand(-1, -1, logits.shape[-1])
             scores = logits.gather(1, index)[:, 0].float()
@@ -94,10 +94,10 @@ class PromptSampler:
         return tokens
 
     def _text(self, row: Sequence[int], prompt: int) -> tuple[str, str]:
-        written = list(row[prompt : prompt + self._new])
+        written = list(row[prompt : prompt + self.tokens])
         end = next((place for place, token in enumerate(written) if token in self._ends), len(written))
-        text = continuation(self._tokenizer, row[:prompt], written[:end])
-        return text, visible(continuation(self._tokenizer, row[:prompt], written[: end + 1], special=True))
+        text = continuation(self.tokenizer, row[:prompt], written[:end])
+        return text, visible(continuation(self.tokenizer, row[:prompt], written[: end + 1], special=True))
 
 
 def continuation(tokenizer: Any, before: Sequence[int], written: Sequence[int], *, special: bool = False) -> str:

@@ -65,13 +65,11 @@ class Base(Trainer, _Refused, transformers.Trainer):  # type: ignore[misc, overr
         all ranks, and each rank's own of sentence-transformers' losses with several parts."""
         found, own = self.run_state(), vars(self)
         if "train" in own.get("_metrics", ()) and self._joins_at_logs:
-            values, found["tokens"] = self._of_ranks("train")
-            found |= {"metrics": values, "of_each_rank": True}
+            found["metrics"], found["tokens"] = self._of_ranks("train")
+            found["of_each_rank"] = True
         elif "train" in own.get("_metrics", ()):
-            found |= {
-                "metrics": read_numbers(dict(own["_metrics"]["train"])),
-                "tokens": read_numbers(own.get("_total_train_tokens", 0)),
-            }
+            found["metrics"] = read_numbers(dict(own["_metrics"]["train"]))
+            found["tokens"] = read_numbers(own.get("_total_train_tokens", 0))
         if "accum_loss_components" in own:
             parts = {name: each.item() for name, each in own["accum_loss_components"]["train"].items()}
             found["loss_parts"] = self.context.host.all_gather(parts)

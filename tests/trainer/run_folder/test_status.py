@@ -86,7 +86,6 @@ def test_a_requested_stop_and_a_finished_run(state: str) -> None:
     assert recorded_state(state, stops=False, stays_done=False) == state
     assert recorded_state(state, stops=True, stays_done=False) == (INTERRUPTED if state == RUNNING else state)
     assert recorded_state(state, stops=False, stays_done=True) == (None if state in (RUNNING, INTERRUPTED) else state)
-    assert status(state).can_resume() is (state in (RUNNING, INTERRUPTED))
 
 
 def test_details_end_with_what_they_are_about() -> None:

@@ -17,6 +17,7 @@ from stepmark.checkpoint.format.manifest import ADAPTER
 from stepmark.checkpoint.written_form import own_class
 from stepmark.errors import UsageError
 from stepmark.model_folder.adapted_model import BASE_DIGEST
+from stepmark.model_folder.consolidate import UNLIMITED
 from stepmark.parallel.model_digest import mesh_digest
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.model_wrappers import adapter_tensors, base_tensors
@@ -59,6 +60,7 @@ class Adapter(RenamedModel):
 
     tensor_group = ADAPTER  # of the files in a checkpoint
     stores_all_names = True  # peft asks for each name of tied tensors
+    largest_file = UNLIMITED  # bytes; peft reads one file
 
     def __init__(self, model: Any) -> None:
         by_name = {name: adapter_tensors(model, name) for name in model.peft_config}

@@ -25,7 +25,7 @@ from stepmark.filesystem import files
 from stepmark.filesystem.error_advice import with_advice
 from stepmark.filesystem.printable import listed
 from stepmark.liveness.host_group import HostGroup
-from stepmark.model_folder.consolidate import UNLIMITED, consolidate, weight_files
+from stepmark.model_folder.consolidate import consolidate, weight_files
 from stepmark.model_folder.new_folder import WritingListener
 from stepmark.model_folder.output_files import MAX_SHARD, in_memory, write_files
 from stepmark.runtime.base import Runtime
@@ -85,7 +85,8 @@ def write_model(
     def finish() -> None:
         complete = staging / "complete"
         if sharded:
-            consolidate(checkpoint_path(staging, 0), complete, "safetensors", _largest_file(model), _SILENT)
+            largest = getattr(model, "largest_file", MAX_SHARD)
+            consolidate(checkpoint_path(staging, 0), complete, "safetensors", largest, _SILENT)
         else:
             complete.mkdir()
             _write_weights(complete, model, runtime, state)
@@ -112,11 +113,6 @@ def _clear(staging: Path) -> None:
         staging.rmdir()
 
 
-def _largest_file(model: nn.Module) -> int:
-    """Bytes of tensors in one file; peft reads only one."""
-    return UNLIMITED if isinstance(model, Adapter) else MAX_SHARD
-
-
 def _write_weights(folder: Path, model: nn.Module, runtime: Runtime, state: Mapping[str, Tensor] | None = None) -> None:
     """Writes the weights of a model that this rank holds completely, with the values of a state dict, if it is given;
     tied weights once."""
@@ -134,8 +130,8 @@ def _write_weights(folder: Path, model: nn.Module, runtime: Runtime, state: Mapp
     else:
         on_host = [state[names[name]].cpu() for name in section.entries]
     tensors = {name: in_memory(name, tensor) for name, tensor in zip(section.entries, on_host, strict=True)}
-    written = as_written(tensors, section.values.get(WRITTEN))
-    write_files(folder, weight_files(written, section.group, "safetensors", _largest_file(model)), (), _SILENT)
+    written, largest = as_written(tensors, section.values.get(WRITTEN)), getattr(model, "largest_file", MAX_SHARD)
+    write_files(folder, weight_files(written, section.group, "safetensors", largest), (), _SILENT)
 
 
 def _publish(source: Path, folder: Path) -> None:

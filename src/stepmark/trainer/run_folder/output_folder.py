@@ -29,7 +29,7 @@ from stepmark.liveness.failure_report import FAILURES
 from stepmark.model_folder.hints import import_hint
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, RESTARTING, SYSTEM
-from stepmark.trainer.run_folder.status import STATUS, RunStatus
+from stepmark.trainer.run_folder.status import DONE, FAILED, STATUS, RunStatus
 
 if TYPE_CHECKING:
     from torch import nn
@@ -242,7 +242,7 @@ def set_aside_earlier_attempt(folder: Path, host: HostGroup, *, resumes: bool, r
         if not started and not any("loss" in line for line in read_lines(folder / METRICS)):
             return  # an evaluation alone leaves records as well
         restarted = bool(events) and events[-1].get("event") == RESTARTING
-        if restarted or (resumes and RunStatus.read(folder).can_resume()):
+        if restarted or (resumes and RunStatus.read(folder).state not in (FAILED, DONE)):
             repeats()
             return
         target = move_to_earlier_run(folder, [folder / name for name in RECORDS])

@@ -71,10 +71,6 @@ class RunStatus:
         """Whether the status is of a process that began at `began`, in seconds since the Unix epoch."""
         return bool(self.content.get("time", 0.0) >= began)
 
-    def can_resume(self) -> bool:
-        """Whether a run that resumes here continues this one: it was killed or interrupted."""
-        return self.state not in (FAILED, DONE)
-
     def rank_may_interrupt(self, began: float) -> bool:
         """Whether a rank that began at `began`, and does not train, may record that a signal ended it: not over a run
         that is done, nor over how this process has ended."""
