@@ -51,16 +51,13 @@ class FileTensor:
     shape: Shape
     begin: int
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
     def blocks(self) -> Iterator[bytes]:
         """Its bytes, BUFFER of them at a time. Raises as `read`."""
+        nbytes = math.prod(self.shape) * self.dtype.itemsize
         with read_errors_of(self.path), self.path.open("rb") as file:
             file.seek(self.begin)
-            for start in range(0, self.nbytes, BUFFER):
-                yield file.read(min(BUFFER, self.nbytes - start))
+            for start in range(0, nbytes, BUFFER):
+                yield file.read(min(BUFFER, nbytes - start))
 
     def read(self, box: Box, target: Tensor) -> None:
         """Reads a box. Raises CheckpointDamaged where the file ends before, CheckpointError where it cannot be read."""
