@@ -167,6 +167,7 @@ def test_reading_block_by_block_gives_what_reading_at_once_would(
         reading._files = files
         for job in reading._boxes(target, part, entry):
             job()
+        reading._files = {}
     assert place.reshape(-1).tolist() == elements_of(numbers(shape), tensor_slice)
     assert int((local != -1).sum()) == tensor_slice.numel
 

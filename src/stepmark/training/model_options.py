@@ -125,15 +125,32 @@ def set_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     `from_pretrained` returns models in evaluation mode, and a callback may have left one there. A `train` of its own,
     which may keep layers in evaluation mode, is called before every step.
     """
-    from transformers import PreTrainedModel
-
-    usual = nn.Module.train, PreTrainedModel.train  # which change nothing in a module that is training already
-    ready = (each.training and getattr(each.train, "__func__", None) in usual for each in model.modules())
-    if not all(ready):  # to ask is quicker
+    if not _all_train(model):  # to ask is quicker
         model.train()
     train = getattr(optimizer, "train", None)
     if callable(train):
         train()
+
+
+@functools.cache
+def _usual_trains() -> tuple[Any, ...]:
+    """torch's and transformers' `train`, which change nothing in a module that is training already."""
+    from transformers import PreTrainedModel
+
+    return nn.Module.train, PreTrainedModel.train
+
+
+def _all_train(model: nn.Module) -> bool:
+    """Whether every module is in training mode, and none has a `train` of its own. Goes through them as quickly as it
+    can, since it does so in every step."""
+    modules, kinds = [model], set()
+    for module in modules:  # which grows
+        if not module.training or "train" in module.__dict__:
+            return False
+        kinds.add(type(module))
+        if children := module._modules:
+            modules += [child for child in children.values() if child is not None]
+    return all(kind.train in _usual_trains() for kind in kinds)
 
 
 @contextlib.contextmanager
