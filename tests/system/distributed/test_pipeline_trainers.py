@@ -127,8 +127,8 @@ def same(ours: Any, theirs: Any, where: str) -> None:
     """Numbers to 1e-5 of the largest of their array, logits to 1e-4, everything else exactly."""
     if where.endswith("flos") and ours is None:
         return
-    if where.endswith("micro-batches"):  # a pipeline also runs the one that no sample is left for
-        assert theirs <= ours <= theirs + 1, where
+    if where.endswith("micro-batches"):  # at the end of an epoch a pipeline also runs those that no sample is left for
+        assert theirs <= ours <= 1.2 * theirs, where
         return
     if isinstance(theirs, dict):
         assert ours.keys() == theirs.keys(), where
