@@ -82,9 +82,12 @@ class Fault(NamedTuple):
 
 
 def faults(steps: int, every: int, seed: int) -> list[Fault]:
+    """One in each `every` steps, anywhere among them."""
     chance = random.Random(f"{seed} {steps} {every}")
-    phase = chance.randrange(every)
-    drawn = [Fault(step, chance.random(), chance.randrange(RANKS)) for step in range(phase, steps, every)]
+    drawn = [
+        Fault(begin + chance.randrange(every), chance.random(), chance.randrange(RANKS))
+        for begin in range(0, steps, every)
+    ]
     return [each for each in drawn if 0 < each.step < steps - 2]
 
 
@@ -205,12 +208,12 @@ def row(name: str, pairs: list[Pair]) -> str:
 
 
 def compete(name: str, options: argparse.Namespace) -> list[Pair] | str:
-    planned = faults(options.steps, options.every, options.seed)
+    planned = [faults(options.steps, options.every, options.seed + each) for each in range(options.repeat)]
     environment = {
         "SURVIVAL_STEPS": str(options.steps),
         "SURVIVAL_SAVE_EVERY": str(max(1, options.every // 2)),
         "SURVIVAL_PAUSE": str(options.pause),
-        "SURVIVAL_RESTARTS": str(len(planned) + 3),
+        "SURVIVAL_RESTARTS": str(max(map(len, planned)) + 3),
         "SURVIVAL_WEIGHTS": WEIGHTS,
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
@@ -224,7 +227,7 @@ def compete(name: str, options: argparse.Namespace) -> list[Pair] | str:
             for disturbed in (False, True) if repetition % 2 == 0 else (True, False):
                 what = "with faults" if disturbed else "undisturbed"
                 print(f"{name}, {what}, {repetition + 1} of {options.repeat}", file=sys.stderr, flush=True)
-                one = train(contestant, planned if disturbed else [], options.steps, step)
+                one = train(contestant, planned[repetition] if disturbed else [], options.steps, step)
                 if isinstance(one, str):
                     return f"{what}: {one}"
                 made[disturbed] = one
