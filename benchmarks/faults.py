@@ -4,11 +4,12 @@
     .venv-newest/bin/python benchmarks/faults.py --steps 40 --every 10 --contestants Stepmark
     .venv-newest/bin/python benchmarks/faults.py --pause 0.5                # as if steps took longer
 
-Two ranks on one machine. Once in so many steps a rank is killed by SIGKILL; which and when is drawn, the same for all.
-torchrun's agent starts the ranks again, as forks of one process that has imported everything, so that importing does
-not dominate. They save twice from a fault to the next, and keep 2. A training undisturbed and one with faults follow
-each other; with --repeat 2 in the order A B B A. The trainings are in faults_contestants.py and
-survival_contestants.py; a contestant that cannot be imported is named and left out. torchft is a further package.
+Two ranks on one machine. Once in so many steps a rank is killed by SIGKILL; which and when is drawn for each
+repetition, the same for all. torchrun's agent starts the ranks again, as forks of one process that has imported
+everything, so that importing does not dominate. They save twice from a fault to the next, and keep 2. A training
+undisturbed and one with faults follow each other; with --repeat 2 in the order A B B A. The trainings are in
+faults_contestants.py and survival_contestants.py; a contestant that cannot be imported is named and left out. torchft
+is a further package.
 
 The agent of torch 2.13 shares one store among all its starts, and gloo then often reads the address of a rank that is
 dead: starts fail until one does not. TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start its own; all get that.
@@ -102,6 +103,7 @@ class Progress:
         self.again = 0  # steps that were discarded
         self.number = 0  # of the step that is being done, from 1
         self.waiting = False  # for a first step after a fault
+        self._resumed = True
 
     def update(self) -> bool:
         """Whether there is news."""
@@ -141,6 +143,10 @@ class Made(NamedTuple):
     weights: list[torch.Tensor]
 
 
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def train(contestant: Contestant, planned: list[Fault], steps: int, step: float) -> Made | str:
     """Trains with these faults, and returns what was made, or why it did not end. `step`: seconds of one."""
     with folder_for("kill", None) as base:
@@ -155,6 +161,7 @@ def train(contestant: Contestant, planned: list[Fault], steps: int, step: float)
                 contestant.kill()
             if killed and not progress.waiting:
                 starts.append(now - killed)
+                say(f"  went on after {starts[-1]:.1f} s from step {progress.number}")
                 killed = 0.0
             if not killed and due and progress.number > due[0].step:
                 fault = due.pop(0)
@@ -164,8 +171,7 @@ def train(contestant: Contestant, planned: list[Fault], steps: int, step: float)
                 killed = time.monotonic()
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(progress.processes[fault.victim], signal.SIGKILL)
-                said = f"rank {fault.victim} killed in step {progress.number} of {steps}"
-                print(f"  {killed - begun:.0f} s: {said}", file=sys.stderr, flush=True)
+                say(f"  {killed - begun:.0f} s: rank {fault.victim} killed in step {progress.number} of {steps}")
         seconds = time.monotonic() - begun
         progress.update()
         if code != 0:
@@ -226,7 +232,7 @@ def compete(name: str, options: argparse.Namespace) -> list[Pair] | str:
             made: dict[bool, Made] = {}
             for disturbed in (False, True) if repetition % 2 == 0 else (True, False):
                 what = "with faults" if disturbed else "undisturbed"
-                print(f"{name}, {what}, {repetition + 1} of {options.repeat}", file=sys.stderr, flush=True)
+                say(f"{name}, {what}, {repetition + 1} of {options.repeat}")
                 one = train(contestant, planned[repetition] if disturbed else [], options.steps, step)
                 if isinstance(one, str):
                     return f"{what}: {one}"
@@ -255,7 +261,7 @@ def main() -> None:
             remarks.append(f"{name} {made}")
         else:
             rows.append(row(name, made))
-        print((rows if not isinstance(made, str) else remarks)[-1], flush=True)
+        say((remarks if isinstance(made, str) else rows)[-1])
     text = "\n".join(
         [
             "# A fault every so many steps",
