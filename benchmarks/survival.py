@@ -40,7 +40,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,9 +86,10 @@ def steps_of(notes: Path) -> int:
 class Contestant:
     """A process that has imported the contestant's packages, and starts the training in a fork of itself."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, program: Path | None = None, **environment: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), name, "--serve"],
+            [sys.executable, str(program or PROGRAM), name, "--serve"],
+            env=os.environ | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -414,9 +415,9 @@ def take_turn(name: str, records: Records, options: argparse.Namespace, ranks: i
         contestant.close()
 
 
-def versions() -> str:
+def versions(packages: Sequence[str] = PACKAGES) -> str:
     found = []
-    for package in PACKAGES:
+    for package in packages:
         with contextlib.suppress(PackageNotFoundError):
             found.append(f"{package} {version(package)}")
     return ", ".join(found)

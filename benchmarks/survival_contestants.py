@@ -8,10 +8,12 @@ The first command starts a training, or continues it. The second imports the con
 same in a fork for each line of standard input that has the last three arguments, as a JSON list, and a file for what it
 prints. It prints the fork's process id, and its exit code when it has ended.
 
-NOTES gets a line when a rank begins, one for each step that rank 0 begins, and the digest of the final weights.
+NOTES gets a line when a rank begins, the number of steps from which rank 0 goes on, a line for each step that it
+begins, and the digest of the final weights.
 
 What was chosen for all: GPT-2 with dropout in float32, 1.7 million parameters; AdamW; a constant learning rate; 8
 samples a step on all ranks together, shuffled, 40 steps of 25 to the epoch; a save every 5 steps, of which 2 are kept.
+faults.py sets other numbers in the environment, and asks for the weights and for an agent that starts ranks again.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +43,28 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
-STEPS, EVERY, KEPT = 40, 5, 2
+STEPS = int(os.environ.get("SURVIVAL_STEPS", "40"))
+EVERY, KEPT = int(os.environ.get("SURVIVAL_SAVE_EVERY", "5")), 2
 SAMPLES, BLOCK, BATCH = 200, 32, 8
 STEPS_AN_EPOCH = SAMPLES // BATCH
 LEARNING_RATE = 1e-3
-PAUSE = 0.05  # seconds in each step, as if the model were larger
+PAUSE = float(os.environ.get("SURVIVAL_PAUSE", "0.05"))  # seconds in each step, as if the model were larger
+RESTARTS = int(os.environ.get("SURVIVAL_RESTARTS", "0"))  # by torchrun's agent
+WEIGHTS = os.environ.get("SURVIVAL_WEIGHTS")  # the name of a file beside NOTES
 
 Training = Callable[[Path], nn.Module]  # trains in a folder, from what is there; returns the model
+Launch = Callable[[Training, Path, int], None]  # on so many ranks
 
 
 def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Of all that train; with torchft the number of replica groups, of one rank each."""
+    return int(os.environ.get("NUM_REPLICA_GROUPS") or os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    return int(os.environ.get("REPLICA_GROUP_ID") or os.environ.get("RANK", "0"))
 
 
 def note(*words: object) -> None:
@@ -67,13 +75,17 @@ def note(*words: object) -> None:
 
 
 def make_model() -> nn.Module:
+    model = plain_model()
+    model.register_forward_pre_hook(begin_step)
+    return model
+
+
+def plain_model() -> nn.Module:
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=256, n_positions=BLOCK, n_embd=256, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
     )
-    model = GPT2LMHeadModel(config)
-    model.register_forward_pre_hook(begin_step)
-    return model
+    return GPT2LMHeadModel(config)
 
 
 def begin_step(model: nn.Module, _: object) -> None:
@@ -82,13 +94,17 @@ def begin_step(model: nn.Module, _: object) -> None:
         time.sleep(PAUSE)
 
 
-def digest(model: nn.Module) -> str:
-    """Of all parameters' bits; all ranks have to call it."""
+def whole_parameters(model: nn.Module) -> list[Tensor]:
+    """All ranks have to call it."""
+    values = [parameter.detach() for parameter in model.parameters()]
+    return [(each.full_tensor() if isinstance(each, DTensor) else each).contiguous() for each in values]
+
+
+def digest(parameters: list[Tensor]) -> str:
+    """Of all their bits."""
     whole = hashlib.sha256()
-    for parameter in model.parameters():
-        value = parameter.detach()
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        whole.update(value.contiguous().view(torch.uint8).numpy())
+    for each in parameters:
+        whole.update(each.view(torch.uint8).numpy())
     return whole.hexdigest()[:16]
 
 
@@ -139,6 +155,12 @@ def arguments(folder: Path) -> dict[str, Any]:
     }
 
 
+class Notes(TrainerCallback):
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if rank() == 0:
+            note("from", state.global_step)
+
+
 def transformers_trainer(**more: Any) -> Training:
     """Its examples pass what `get_last_checkpoint` finds to `train`. `full_determinism` is its option for equal runs;
     `enable_jit_checkpoint` the one for SIGTERM, of a contestant of its own."""
@@ -147,7 +169,7 @@ def transformers_trainer(**more: Any) -> Training:
 
     def train(folder: Path) -> nn.Module:
         options = TrainingArguments(**arguments(folder), full_determinism=True, **more)
-        trainer = Trainer(make_model(), options, train_dataset=Texts())
+        trainer = Trainer(make_model(), options, train_dataset=Texts(), callbacks=[Notes()])
         trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if folder.is_dir() else None)
         assert isinstance(trainer.model, nn.Module)
         return trainer.model
@@ -178,11 +200,12 @@ def sft_trainer() -> Training:
     return train
 
 
-def stepmark_trainer() -> Training:
+def stepmark_trainer(**more: Any) -> Training:
     from stepmark import Trainer, TrainingArguments
 
     def train(folder: Path) -> nn.Module:
-        trainer = Trainer(make_model(), TrainingArguments(**arguments(folder)), train_dataset=Texts())
+        options = TrainingArguments(**arguments(folder), **more)
+        trainer = Trainer(make_model(), options, train_dataset=Texts(), callbacks=[Notes()])
         trainer.train(resume_from_checkpoint=True)
         return trainer.model
 
@@ -354,6 +377,8 @@ def batch_of(texts: Texts, step: int) -> dict[str, Tensor]:
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> Iterator[int]:
     """Trains, and yields the number of each step that was done."""
     texts = Texts()
+    if rank() == 0:
+        note("from", progress.step)
     while progress.step < STEPS:
         model(**batch_of(texts, progress.step)).loss.backward()
         optimizer.step()
@@ -465,11 +490,14 @@ CONTESTANTS: dict[str, Callable[[], Training]] = {
 
 
 def be_rank(train: Training, folder: Path) -> None:
+    if RESTARTS:  # else a fork has the agent's handler, which does not run while gloo waits for a dead rank
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     note("begin", rank(), os.getpid())
-    model = train(folder)
-    weights = digest(model)
+    weights = whole_parameters(train(folder))
     if rank() == 0:
-        note("end", weights)
+        if WEIGHTS is not None:
+            torch.save(weights, Path(os.environ["SURVIVAL_NOTES"]).with_name(WEIGHTS))
+        note("end", digest(weights))
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -478,14 +506,28 @@ def launch(train: Training, folder: Path, ranks: int) -> None:
     """Several ranks are started by torchrun's own agent, as forks, for what they import is there already."""
     if ranks == 1:
         be_rank(train, folder)
-        return
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    else:
+        run_agent(train, folder, ranks)
+
+
+def run_agent(train: Training, folder: Path, ranks: int) -> None:
     config = LaunchConfig(
-        1, 1, ranks, run_id="run", rdzv_backend="c10d", rdzv_endpoint=address, start_method="fork", max_restarts=0
+        1,
+        1,
+        ranks,
+        run_id="run",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"localhost:{free_port()}",
+        start_method="fork",
+        max_restarts=RESTARTS,
     )
     elastic_launch(config, be_rank)(train, folder)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
 
 
 def wait_for_start() -> list[Any]:
@@ -507,15 +549,15 @@ def wait_for_start() -> list[Any]:
     sys.exit()
 
 
-def main() -> None:
+def main(contestants: Mapping[str, Callable[[], Training]] = CONTESTANTS, start: Launch = launch) -> None:
     name, *words = sys.argv[1:]
-    train = CONTESTANTS[name]()
+    train = contestants[name]()
     if words == ["--serve"]:
         print("ready", flush=True)
         words = wait_for_start()
     folder, notes, ranks = words
     os.environ["SURVIVAL_NOTES"] = notes
-    launch(train, Path(folder), int(ranks))
+    start(train, Path(folder), int(ranks))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -58,6 +59,28 @@ def test_killed_in_saves_and_stopped_by_a_signal_it_ends_with_the_same_weights(
         assert run["starts"] == len(run["disturbed"]) + 1
         assert run["steps"] < survival.STEPS + LATER * len(run["disturbed"]), "it begins anew each time"
         assert (run["ended"], run["weights"], run["errors"]) == (True, whole["weights"], [])
+
+
+@pytest.mark.parametrize("name", ["Stepmark, memory", "Stepmark"])
+def test_faults_cost_starts_and_steps_but_no_bits(survival: ModuleType, name: str) -> None:
+    import faults
+
+    options = argparse.Namespace(steps=30, every=10, pause=0.05, repeat=1, seed=24)  # not just after saves
+    planned = faults.faults(options.steps, options.every, options.seed)
+    assert [(fault.step, fault.victim) for fault in planned] == [(3, 1), (17, 0), (24, 0)]
+    (pair,) = faults.compete(name, options)
+    undisturbed, disturbed = pair
+    assert (undisturbed.starts, undisturbed.processes, undisturbed.again) == ([], 0, 0)
+    assert len(disturbed.starts) == len(planned)
+    assert disturbed.processes == faults.RANKS * len(planned)
+    assert 0 < sum(disturbed.starts) < disturbed.seconds
+    most = 2 if name == "Stepmark, memory" else 1.5 * options.every  # after the fault, a step is begun at most
+    assert disturbed.again <= most * len(planned)
+    assert (pair.difference(), pair.same()) == (0, True)
+    weights = [*undisturbed.weights[:-1], undisturbed.weights[-1] + 0.5]
+    changed = faults.Pair(undisturbed, disturbed._replace(weights=weights))
+    assert (round(changed.difference(), 3), changed.same()) == (0.5, False)
+    assert "| 1 of 1 |" in faults.row(name, [pair])
 
 
 def test_a_person_is_needed_where_an_incomplete_checkpoint_is_in_the_way(
