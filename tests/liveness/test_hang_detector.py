@@ -182,11 +182,15 @@ def test_time_counts_from_the_last_change() -> None:
     assert silence.seconds({1: "b"}) == {1: 0.0}  # 2 has finished
 
 
-def test_the_rank_that_was_killed_is_named_by_those_that_lost_their_connection(ended: list[str]) -> None:
+@pytest.mark.parametrize("known", [True, False], ids=["at once", "by its heartbeat"])
+def test_the_rank_that_was_killed_is_named_by_those_that_lost_their_connection(ended: list[str], known: bool) -> None:
     """Rank 1 is gone without a word; rank 2 has failed too, because of that, and rank 3 has ended by itself."""
     watches = watch_all(dist.HashStore(), 4)
     stop_beating(watches[1])
     leave(watches[3])
+    if known:
+        watches[0]._is_gone = {1, 3}.__contains__
+    begun = CLOCK.time
     lost = RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:8888")
     with pytest.raises(PeerLost) as caught:
         watches[0].__exit__(type(lost), lost, None)
@@ -195,6 +199,7 @@ def test_the_rank_that_was_killed_is_named_by_those_that_lost_their_connection(e
     assert "is gone: it was killed" in str(caught.value)
     assert "rank 2" not in str(caught.value)
     assert "rank 3" not in str(caught.value)
+    assert (CLOCK.time == begun) == known
     assert not ended
 
 

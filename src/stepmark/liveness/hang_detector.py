@@ -59,7 +59,8 @@ class HangDetector:
     These are called in other threads: `found(finding)` on the judging rank when a rank is named, and with None when
     that rank makes progress again; `ending(reason)` before the process exits; `standby(prints, ends, doing)` with each
     heartbeat: unless it is called again, the external watchdog prints this process's stacks after `prints` seconds, and
-    ends it after `ends` (None: never). `place` describes a rank's part of the model, or returns an empty string.
+    ends it after `ends` (None: never). `place` describes a rank's part of the model, or returns an empty string;
+    `is_gone` tells whether the connection to a rank is lost.
     """
 
     def __init__(
@@ -74,12 +75,14 @@ class HangDetector:
         found: Callable[[LateRank | None], None] = lambda finding: None,
         standby: Callable[[float | None, float | None, str], None] = lambda seconds, last, doing: None,
         place: Callable[[int], str] = lambda rank: "",
+        is_gone: Callable[[int], bool] = lambda rank: False,
         clock: Clock = CLOCK,
     ) -> None:
         global _watches
         _watches += 1
         self._rank, self._size, self._limit, self._at = rank, size, limit, at
         self._ending, self._found, self._standby, self._place = ending, found, standby, place
+        self._is_gone = is_gone
         numbers = [at.timeout] if isinstance(at.timeout, float) else []
         self._quiet = min(progress.FLOOR, limit, *numbers)  # seconds without a heartbeat after which a rank is named
         self._beat = min(LONGEST_BEAT, self._quiet / BEATS)
@@ -142,15 +145,17 @@ class HangDetector:
             self._clock.sleep(2 * self._beat)  # so that the others see that this rank has left, and was not killed
 
     def _ended_peers(self) -> list[str]:
-        """After a lost connection: descriptions of the ranks whose heartbeat has stopped. A rank that fails leaves
-        normally, and one that has lost its connection too still beats while it looks here. Under `--nproc` the
-        supervisor knows which rank was killed."""
+        """After a lost connection: descriptions of the ranks that are gone, or whose heartbeat has stopped. A rank that
+        fails leaves normally, and one that has lost its connection too still beats while it looks here. Under `--nproc`
+        the supervisor knows which rank was killed."""
         if self._store is None:
             return []
         try:
             before = self._read(range(self._size))
-            self._clock.sleep(_OBSERVED * self._beat)
-            after = self._read(range(self._size))
+            after = {rank: beat for rank, beat in before.items() if beat != LEFT and self._is_gone(rank)}
+            if not after:
+                self._clock.sleep(_OBSERVED * self._beat)
+                after = self._read(range(self._size))
         except RuntimeError:  # the rank that serves the store has ended
             if not self._rank or 0 in self._left:
                 return []

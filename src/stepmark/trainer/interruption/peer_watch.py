@@ -82,4 +82,5 @@ def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> HangDetector:
         standby=standby,
         ending=ending,
         place=lambda rank: f"pipeline stage {mesh.grid.coordinates(rank)[PIPELINE] + 1} of {size}" if size > 1 else "",
+        is_gone=context.host.is_gone,
     )
