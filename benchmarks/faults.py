@@ -12,7 +12,8 @@ faults_contestants.py and survival_contestants.py; a contestant that cannot be i
 is a further package.
 
 The agent of torch 2.13 shares one store among all its starts, and gloo then often reads the address of a rank that is
-dead: starts fail until one does not. TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start its own; all get that.
+dead: starts fail until one does not. TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start its own. All get that but
+torchft, whose Manager needs the shared one.
 
 | column | what |
 | --- | --- |
