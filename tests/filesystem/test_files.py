@@ -143,12 +143,14 @@ def test_what_is_listed_and_cannot_be_opened_yet_is_tried_again(
 SOURCE = Path(stepmark.__file__).parent
 WRITERS = {  # beside filesystem/files.py: what writes, and into what that is no stranger's
     ("data/tokenize/token_cache.py", "open"): "the user's cache",
+    ("launch/joining.py", "open"): "the null device",
     ("launch/step_board.py", "open"): "the supervisor's temporary folder",
     ("launch/step_board.py", "write_bytes"): "the same",
     ("launch/supervisor.py", "open"): "the supervisor's temporary folder",
     ("liveness/external_watchdog_process.py", "open"): "the same, under a random name that must not exist",
+    ("preflight/drill/drill.py", "open"): "damages a checkpoint of its own run",
+    ("preflight/drill/drilled_run.py", "open"): "what the ranks of its own runs print",
     ("report/page.py", "write_text"): "a device that --out names",
-    ("runtime/context.py", "open"): "the null device",
 }
 
 

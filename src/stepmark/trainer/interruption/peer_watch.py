@@ -82,5 +82,6 @@ def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> HangDetector:
         standby=standby,
         ending=ending,
         place=lambda rank: f"pipeline stage {mesh.grid.coordinates(rank)[PIPELINE] + 1} of {size}" if size > 1 else "",
-        is_gone=context.host.is_gone,
+        # Where the run stops, ranks end one after another, and the thread that ends this one knows why.
+        is_gone=lambda rank: run_log.stop_reason is None and context.host.is_gone(rank),
     )
