@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="FAULTS", help=some)
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_run_arguments(parser)
+    parser.usage = "%(prog)s [RECIPE.yaml] [--nproc N] [--only FAULTS] [--json] [--FIELD VALUE ...]"
 
 
 def run(parsed: argparse.Namespace) -> int:

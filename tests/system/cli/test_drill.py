@@ -83,13 +83,15 @@ class DrillProcess:
 
 
 def test_promises_that_are_kept(tmp_path: Path) -> None:
-    rows = DrillProcess(tmp_path, "--only", "kill,flip,bucket-away").rows(0)
-    assert {rows[name]["verdict"] for name in ("undisturbed", "kill", "flip")} == {"kept"}
+    rows = DrillProcess(tmp_path, "--only", "kill,memory,flip,bucket-away", memory_every=1).rows(0)
+    assert {rows[name]["verdict"] for name in ("undisturbed", "kill", "memory", "flip")} == {"kept"}
     assert rows["bucket-away"]["verdict"] == "left out"
     assert rows["kill"]["next_step"] > rows["kill"]["noticed"] > 0
-    assert rows["kill"]["repeated"] <= 2
+    assert 1 <= rows["kill"]["repeated"] <= 2  # the recipe's snapshots are tried apart
+    assert rows["memory"]["repeated"] <= 1
     assert 1 <= rows["flip"]["repeated"] <= 3
     assert rows["step_timeout"]["value"] == "auto"
+    assert rows["memory_every"]["value"] >= 1
 
 
 LONGEST = pytest.param("stop", marks=pytest.mark.prove)  # which waits for `step_timeout`
@@ -99,7 +101,7 @@ LONGEST = pytest.param("stop", marks=pytest.mark.prove)  # which waits for `step
 def test_every_fault(tmp_path: Path, name: str) -> None:
     row = DrillProcess(tmp_path, "--only", name).rows(0)[name]
     assert row["verdict"] == "kept"
-    assert row["repeated"] == 0 or name in ("kill-in-save", "stop", "full-disk")
+    assert row["repeated"] == 0 or name in ("kill-in-save", "memory", "stop", "full-disk")
 
 
 @pytest.mark.prove
@@ -165,6 +167,21 @@ def test_a_folder_without_renames_is_the_culprit(
     assert list(tmp_path.glob("out*")) == []
 
 
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+def test_a_place_that_cannot_be_used_is_the_culprit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    bucket = {"mirror_to": "s3://no-such-bucket/run"} if place == "bucket" else {}
+    folder = {} if place == "bucket" else {"output_dir": "/proc/nowhere"}
+    with object_store():
+        assert run(["drill", str(write_recipe(tmp_path, **bucket, **folder)), "--only", "kill", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["findings"]
+    (culprit,) = (each["name"] for each in found if each["status"] == "failure")
+    assert culprit.startswith("s3://no-such-bucket/run-") if place == "bucket" else culprit == "write"
+    assert [each["text"] for each in found if each["topic"] == "drill"] == [f"left out: see {culprit}"]
+    assert list(tmp_path.glob("out*")) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -199,10 +216,11 @@ def drill_of(folder: Path, ranks: int = 2, world: World | None = None, **fields:
 def test_runs_differ_from_the_recipe_by_fields_that_are_valid(tmp_path: Path) -> None:
     """And that leave alone what others watch."""
     outside = {"prometheus_file": str(tmp_path / "run.prom"), "report_to": "tensorboard", "save_total_limit": 1}
+    outside["memory_every"] = 5
     best = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
     drill = drill_of(tmp_path, **outside, **best)
     args = read_recipe(str(tmp_path / "recipe.yaml"), drill.overrides(6, step_timeout="40")).training
-    assert (args.prometheus_file, args.reporters, args.save_total_limit) == (None, [], None)
+    assert (args.prometheus_file, args.reporters, args.save_total_limit, args.memory_every) == (None, [], None, None)
     assert (args.eval_steps, args.save_steps, args.step_timeout) == (6, 6, 40.0)
     assert Path(args.output_dir).parent == tmp_path
     assert Path(args.output_dir) != tmp_path / "out"
@@ -218,6 +236,7 @@ def test_what_a_slow_folder_recommends(tmp_path: Path) -> None:
         "stop": 70.0,
         "stall_seconds": 1.0,
         "durable_seconds": 65.0,
+        "snapshot": 0.5,
     }
     values = {each.name: each.values["value"] for each in drill._recommended()}
     assert values == {
@@ -226,6 +245,7 @@ def test_what_a_slow_folder_recommends(tmp_path: Path) -> None:
         "signal_grace": 220,
         "save_timeout": 710,
         "save_steps": 98,  # three times as long as a save takes
+        "memory_every": 25,
     }
 
 
@@ -267,9 +287,9 @@ def ended_run(folder: Path, losses: list[float], weights: bytes = b"model", resu
         ({"losses": [3.0, 2.0, 1.0000000000000002]}, 0, "gradient norm of step 3 "),
         ({"losses": [3.0, 2.0]}, 0, "gradient norm of step 3 "),
         ({"weights": b"other"}, 0, "the final weights"),
-        ({"resumed": 1}, 1, "it went on from step 1, not from checkpoint-2"),
-        ({}, 1, "it went on from step 0, not from checkpoint-2"),
-        ({"resumed": 3}, 1, "it went on from step 3, not from checkpoint-2"),  # which was damaged
+        ({"resumed": 1}, 1, "it went on from step 1, not from step 2"),
+        ({}, 1, "it went on from step 0, not from step 2"),
+        ({"resumed": 3}, 1, "it went on from step 3, not from step 2"),  # which was damaged
     ],
 )
 def test_what_differs_is_named(tmp_path: Path, fields: dict[str, Any], restarts: int, words: str) -> None:

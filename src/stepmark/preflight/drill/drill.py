@@ -31,13 +31,13 @@ from stepmark.liveness.process_exit import INTERRUPTED, say
 from stepmark.liveness.progress import END_FLOOR, FACTOR, FLOOR
 from stepmark.preflight.doctor.examine import will_fail
 from stepmark.preflight.doctor.findings import Finding, Status
-from stepmark.preflight.doctor.shared_folder import look_at_folder
+from stepmark.preflight.doctor.shared_folder import look_at_folder, look_at_place
 from stepmark.preflight.drill.drilled_run import DrilledRun, dismiss, follow
 from stepmark.runtime.hardware import count_devices
 
 STEPS, TRAINED, MOST_STEPS = 24, 6.0, 2000  # steps of a run; where they take fewer seconds than that, more of them
 SHARE = 0.6  # of the steps, before the fault
-SAVES = 4  # of a run
+SAVES, SNAPSHOTS = 4, 16  # of a run
 LONG = 900.0  # seconds that the drill of a small model may take
 AWAY_SECONDS = 60.0
 ATTEMPTS = 4  # of a run
@@ -78,6 +78,7 @@ FAULTS: dict[str, tuple[str, Callable[[DrilledRun], object]]] = {  # what happen
     "save": ("checkpoints are saved", lambda run: None),
     "kill": ("SIGKILL to a rank", lambda run: run.send(signal.SIGKILL, to_rank=True)),
     "kill-in-save": ("SIGKILL to the run while it saves", _kill_in_save),
+    "memory": ("SIGKILL to a rank, with snapshots in memory", lambda run: run.send(signal.SIGKILL, to_rank=True)),
     "stop": ("SIGSTOP to a rank", lambda run: run.send(signal.SIGSTOP, to_rank=True)),
     "sigterm": ("SIGTERM", _terminate),
     "fewer": ("SIGTERM, then fewer ranks", _terminate),
@@ -126,7 +127,8 @@ class Drill:
         whole = {"save_only_model": "false", "save_on_signal": "true", "load_best_model_at_end": "false"}
         evaluates = self.args.eval_strategy != "no"
         evaluating = {"eval_strategy": "steps", "eval_steps": str(save_steps)} if evaluates else {}
-        outside = [name for name in ("mirror_to", "prometheus_file") if getattr(self.args, name) is not None]
+        tried_apart = ("mirror_to", "prometheus_file", "memory_every")
+        outside = [name for name in tried_apart if getattr(self.args, name) is not None]
         resuming = {"resume_from_checkpoint": "true", "max_restarts": "3" if self.world.size == 1 else "0"}
         own = {"output_dir": str(self.folder), "max_steps": str(self.steps), **dict.fromkeys(outside, "null")}
         return {**own, **resuming, **logging, **saving, **whole, **evaluating, **fields}
@@ -143,7 +145,6 @@ class Drill:
                 return follow(self.world, self.store)
         os.environ |= {AWAY: f"{self.folder}/away", **(chosen_threads(self.ranks) if self.store is None else {})}
         say(f"drill: in {self.folder}, which is removed at the end; remove it if this process is killed")
-        files.make_folder(self.folder)
         try:
             yield from self._found(names)
         finally:
@@ -152,14 +153,16 @@ class Drill:
             if self.store is not None:
                 dismiss(self.world, self.store)
             files.remove_tree(self.folder)
-            if self.args.mirror_to is not None and "bucket-away" in names:
+            if self.args.mirror_to is not None:
                 with contextlib.suppress(OSError):
                     Bucket(self.bucket).delete([each.name for each in Bucket(self.bucket).objects()])
 
     def _found(self, names: Sequence[str]) -> Iterator[Finding]:
-        found = [*look_at_folder(self.folder)]
+        place = () if self.args.mirror_to is None else look_at_place(self.bucket)
+        found = [*look_at_folder(self.folder), *place]
         yield from found
         if not will_fail(found):
+            files.make_folder(self.folder)
             say("drill: a run without saves, which the others have to equal")
             found.append(self._undisturbed())
             yield found[-1]
@@ -236,10 +239,13 @@ class Drill:
             fields["data_parallel_replicas"] = str(self.args.data_parallel_replicas or self.ranks // own)
         elif name == "bucket-away":
             fields["mirror_to"] = self.bucket
-        save_steps = self.save_steps or max(self.steps // SAVES, 1)
+        save_steps, every = self.save_steps or max(self.steps // SAVES, 1), 0
+        if name == "memory":
+            every = self.args.memory_every or max(self.steps // SNAPSHOTS, 1)
+            fields["memory_every"] = str(every)
         run = self._make(name, LONG / 3 + 10 * self.measured["run"], self.overrides(save_steps, **fields))
         run.start(self.fewer if name == "more" else self.ranks)
-        reached, due = run.until(lambda: run.step >= SHARE * self.steps), run.steps[0]
+        reached, due = run.until(lambda: run.step >= SHARE * self.steps), run.newest
         if reached:
             strike(run)
         code, restarts, ended = run.end(), 0, run.ended
@@ -251,26 +257,32 @@ class Drill:
             return _row(name, "broken" if code else "left out", why)
         late = ended - run.disturbed if stopped else 0.0
         while code and restarts < ATTEMPTS:
-            due = _flip_byte(run) if name == "flip" and not restarts else run.steps[0]
+            due = _flip_byte(run) if name == "flip" and not restarts else run.newest
             run.start(self.fewer if name == "fewer" else self.ranks)
             code, restarts = run.end(), restarts + 1
         if name == "save":
             for key in ("stall_seconds", "durable_seconds"):
                 self.measured[key] = statistics.median([each[key] for each in run.events("saved")] or [0.0])
+        elif name == "memory":
+            waits = [each for each in run.metrics("seconds_save") if each["step"] % every == 1 % every]
+            self.measured["snapshot"] = statistics.median([each["seconds_save"] for each in waits] or [0.0])
         elif name == "sigterm":
             self.measured["stop"] = late
+        times = _times(run, ended)
         problem = run.error(code) if code else self._difference(run, due, restarts)
         if not problem and late > self.args.signal_grace:
             problem = f"ended {late:.0f} s after SIGTERM, later than signal_grace ({self.args.signal_grace:g} s)"
         if not problem and name == "bucket-away":
             problem = _lacks(self.bucket, self.steps)
-        return _row(name, "broken" if problem else "kept", problem or text, **_times(run, ended))
+        if not problem and every and (times["repeated"] or 0) > 2 * every:  # a snapshot may be under way
+            problem = f"more steps again than with memory_every {every}"
+        return _row(name, "broken" if problem else "kept", problem or text, **times)
 
     def _difference(self, run: DrilledRun, due: int, restarts: int) -> str:
         """What is not as it has to be in a run that has ended, and had to go on from step `due`; empty if nothing."""
         went_on = [0, *(line["resumed"] for line in run.metrics("resumed"))][-1]
         if (restarts and went_on != due) or (run.events("restarting") and went_on < due):
-            return f"it went on from step {went_on}, not from checkpoint-{due}"
+            return f"it went on from step {went_on}, not from step {due}"
         (losses, weights), (expected, final) = run.result(), self.result
         if (step := next((each for each, text in expected.items() if losses.get(each) != text), None)) is not None:
             return f"the loss or gradient norm of step {step} is not the undisturbed run's"
@@ -300,6 +312,10 @@ class Drill:
                 ("save_timeout", _rounded(60 + FACTOR * durable), f"a save was on disk after {durable:.2f} s"),
                 ("save_steps", least, f"or more: training waits {stall:.3f} s for a save, {COST:.0%} of the time then"),
             ]
+        if "snapshot" in seconds:
+            wait = seconds["snapshot"]
+            least = math.ceil(wait / COST / max(seconds["step"], 1e-3)) or 1
+            found.append(("memory_every", least, f"or more: training waits {wait:.3f} s for a snapshot, as for a save"))
         for name, value, why in found:
             yield Finding("recommended", name, f"{value}  {why}", values={"value": value})
 

@@ -24,6 +24,7 @@ from stepmark.filesystem.json_files import read_lines
 from stepmark.launch.supervisor import SUPERVISOR
 from stepmark.launch.world import World
 from stepmark.liveness.process_exit import INTERRUPTED
+from stepmark.trainer.run_folder.memory_snapshots import newest_snapshot
 from stepmark.trainer.run_folder.run_log import EVENTS, METRICS
 
 POLL = 0.05  # seconds
@@ -143,6 +144,12 @@ class DrilledRun:
     def steps(self) -> list[int]:
         """The steps of its complete checkpoints, newest first; 0 is the last."""
         return [*(step_of(path) or 0 for path in checkpoints(self.folder)), 0]
+
+    @property
+    def newest(self) -> int:
+        """The step that it has to go on from: of a snapshot in memory, or else of its newest checkpoint."""
+        snapshot = newest_snapshot(self.folder)
+        return self.steps[0] if snapshot is None else step_of(snapshot) or 0
 
     @property
     def step(self) -> int:
