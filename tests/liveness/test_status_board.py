@@ -9,6 +9,8 @@ import pytest
 
 from stepmark.errors import CheckpointTimeout
 from stepmark.filesystem import files
+from stepmark.liveness.failure_report import REPORTS
+from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.running_time import CLOCK, Clock, running_time
 from stepmark.liveness.status_board import RankFailed, StatusBoard
 from tests.support.clock import MovedClock
@@ -67,3 +69,23 @@ def test_waiting_for_few_ranks_does_not_list_the_folder(tmp_path: Path, monkeypa
     with pytest.raises(RankFailed, match="rank 1: No space"):
         waiting.wait("written", [1], 20.0)
     assert len(listed) <= 5, "once per second"
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["an error has told so", "nobody knows yet"])
+def test_a_rank_that_is_known_to_be_gone_is_not_waited_for(
+    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under a supervisor too, which restarts the ranks as soon as this one has ended. Until an error tells, it is the
+    supervisor that names the rank which was killed."""
+    monkeypatch.setenv(REPORTS, str(tmp_path))
+    group, clock = HostGroup(0, 2), MovedClock()
+    monkeypatch.setattr(group, "is_gone", lambda rank: True)
+    if known:
+        group.explain(RuntimeError("[enforce fail] Connection closed by peer [127.0.0.1]:4711"))
+    saving = StatusBoard(tmp_path / "run" / "save", 0, group, clock=clock)
+    saving.folder.mkdir(parents=True)
+    saving.enter("closing")
+    assert not saving.close([1], 60.0)
+    assert saving.folder.exists(), "what the rank posted stays"
+    assert clock.now() < 1 if known else clock.now() > 60
+    assert bool(caplog.messages) is not known, "the error itself says which rank is lost"

@@ -77,6 +77,7 @@ class HostGroup:
         self.size = size
         self._group = Group(process_group)
         self._store_answers = True
+        self.lost = False  # an error of this rank has told that another one is gone
 
     @classmethod
     def of_processes(cls, timeout: timedelta | None = None, among: dist.ProcessGroup | None = None) -> HostGroup:
@@ -132,6 +133,7 @@ class HostGroup:
         """PeerFailed for torch's error of a collective that has lost a rank or timed out; None for other errors."""
         if not isinstance(error, RuntimeError) or not (is_lost_peer(error) or TIMED_OUT.search(str(error))):
             return None
+        self.lost = self.lost or is_lost_peer(error)
         until = time.monotonic() + _NOTICED
         while not (gone := self.gone()) and is_lost_peer(error) and time.monotonic() < until:
             time.sleep(_NOTICED / 20)

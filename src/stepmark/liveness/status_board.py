@@ -98,7 +98,8 @@ class StatusBoard:
         try:
             self.wait(_DONE, ranks, deadline, raise_failures=False)
         except (CheckpointTimeout, PeerLost, OSError) as error:
-            logger.warning("not all ranks have ended a save: %s", error)
+            if not self._group.lost:  # else the error that has told so is being raised
+                logger.warning("not all ranks have ended a save: %s", error)
             return False
         files.remove_tree(self.folder)
         return True
@@ -120,7 +121,7 @@ class StatusBoard:
         pause, posted, first = _SHORTEST_PAUSE, self._clock.now(), True
         wanted = {f"{topic}.{rank}": rank for rank in ranks}
         while True:
-            due = self._clock.now() - posted > _POST_EVERY
+            due = self._group.lost or self._clock.now() - posted > _POST_EVERY
             if due or first or len(wanted) > _FEW:  # listing is expensive, and every rank polls
                 present = set(os.listdir(self.folder))
             else:
@@ -144,12 +145,13 @@ class StatusBoard:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _look_at_connections(self, topic: str, ranks: Collection[int]) -> None:
-        """Raises PeerLost if a rank is silent and its connection is lost."""
-        if REPORTS in os.environ:  # the supervisor knows which rank was killed, and ends the others
+        """Raises PeerLost if a rank's connection is lost, and it is silent or this rank has lost one already."""
+        if REPORTS in os.environ and not self._group.lost:  # the supervisor knows who was killed, and ends the others
             return
         now = self._now()
         late = [rank for rank in ranks if not self.has(topic, rank)]
-        gone = [rank for rank in late if self._silence(rank, now) > _SILENT and self._group.is_gone(rank)]
+        silent = [rank for rank in late if self._group.lost or self._silence(rank, now) > _SILENT]
+        gone = [rank for rank in silent if self._group.is_gone(rank)]
         if gone:
             raise PeerLost.of(self.describe(gone))
 

@@ -193,9 +193,10 @@ class MemorySnapshots:
     def __enter__(self) -> MemorySnapshots:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         """Frees the memory, unless a restart may need what is in it."""
         if self._every is not None and self._checkpointer is not None:
+            self._host.explain(error)  # so that a snapshot under way waits for no rank that is gone
             self._close()
             if kind is None or issubclass(kind, TrainingDiverged) or newest_snapshot(self._run) is None:
                 self._free()
