@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.errors import CheckpointTimeout
+from stepmark.errors import CheckpointTimeout, PeerLost
 from stepmark.filesystem import files
 from stepmark.liveness.failure_report import REPORTS
 from stepmark.liveness.host_group import HostGroup
@@ -81,7 +81,9 @@ def test_a_rank_that_is_known_to_be_gone_is_not_waited_for(
     group, clock = HostGroup(0, 2), MovedClock()
     monkeypatch.setattr(group, "is_gone", lambda rank: True)
     if known:
-        group.explain(RuntimeError("[enforce fail] Connection closed by peer [127.0.0.1]:4711"))
+        error = PeerLost.of("rank 1")
+        error.__cause__ = RuntimeError("[enforce fail] Connection closed by peer [127.0.0.1]:4711")
+        group.explain(error)
     saving = StatusBoard(tmp_path / "run" / "save", 0, group, clock=clock)
     saving.folder.mkdir(parents=True)
     saving.enter("closing")

@@ -42,6 +42,7 @@ from stepmark.liveness.running_time import CLOCK, Clock, Silence
 LONGEST_BEAT = 1.0  # seconds
 BEATS = 8  # per limit, at least
 _OBSERVED = 3  # beats in which a rank that is alive has another one
+_LOOK = 0.05  # seconds until a connection is looked at again, twice as long each time
 _STORE = -1
 _CAUSES = "its process is stopped, its machine or network is gone, or something holds the interpreter's lock"
 _THEN = "then restart the run to resume from its last checkpoint"
@@ -151,16 +152,18 @@ class HangDetector:
         if self._store is None:
             return []
         try:
-            before = self._read(range(self._size))
-            after = {rank: beat for rank, beat in before.items() if beat != LEFT and self._is_gone(rank)}
-            if not after:
-                self._clock.sleep(_OBSERVED * self._beat)
-                after = self._read(range(self._size))
+            before = after = self._read(range(self._size))
+            until, pause = self._clock.now() + _OBSERVED * self._beat, _LOOK
+            while not (stopped := [rank for rank, beat in after.items() if beat != LEFT and self._is_gone(rank)]):
+                if self._clock.now() >= until:
+                    stopped = [rank for rank, beat in after.items() if beat != LEFT and beat == before.get(rank)]
+                    break
+                self._clock.sleep(min(pause, until - self._clock.now()))
+                after, pause = self._read(range(self._size)), 2 * pause
         except RuntimeError:  # the rank that serves the store has ended
             if not self._rank or 0 in self._left:
                 return []
             return [self._server() if 0 in self._latest else "rank 0"]
-        stopped = [rank for rank, beat in after.items() if beat != LEFT and beat == before.get(rank)]
         self._latest |= {rank: Beat.read(after[rank]) for rank in stopped}
         return [self._describe(rank) for rank in stopped if rank != self._rank]
 

@@ -131,9 +131,9 @@ class HostGroup:
 
     def explain(self, error: BaseException | None) -> PeerFailed | None:
         """PeerFailed for torch's error of a collective that has lost a rank or timed out; None for other errors."""
+        self.lost = self.lost or is_lost_peer(error)
         if not isinstance(error, RuntimeError) or not (is_lost_peer(error) or TIMED_OUT.search(str(error))):
             return None
-        self.lost = self.lost or is_lost_peer(error)
         until = time.monotonic() + _NOTICED
         while not (gone := self.gone()) and is_lost_peer(error) and time.monotonic() < until:
             time.sleep(_NOTICED / 20)

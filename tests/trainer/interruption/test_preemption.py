@@ -17,6 +17,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 
 from stepmark.checkpoint import SaveHandle
 from stepmark.errors import DataError, PeerLost
@@ -145,6 +146,35 @@ def test_the_reason_says_where_each_rank_is(monkeypatch: pytest.MonkeyPatch, hea
     assert reasons[0].endswith("rank 1 2 in f (a.py, line 3)")
     while not heard:
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("killed", [1, 0], ids=["before it answers", "before its verdict"])
+def test_a_rank_that_was_killed_is_not_waited_for_until_the_grace_is_over(
+    killed: int, monkeypatch: pytest.MonkeyPatch, heard: list[str]
+) -> None:
+    """torchrun sends SIGTERM to those that are left, and these may be just before a step."""
+    reasons: list[str] = []
+
+    def leave(code: int) -> None:
+        with stopper._changed:
+            stopper._closed, stopper._last, stopper._verdict = True, 0, "leave"
+            stopper._changed.notify_all()
+
+    host, store = HostGroup(1 - killed, 2), dist.HashStore()
+    monkeypatch.setattr(host, "is_gone", lambda rank: rank == killed)
+    monkeypatch.setattr(process_exit, "leave", leave)
+    context = cast(Context, SimpleNamespace(store=store, host=host))
+    with PreemptionCoordinator(context, 20.0, lambda reason: None, reasons.append) as stopper:
+        if killed == 0:
+            stopper._store.set("passed/0", "0")
+            stopper._store.set("decision", "0")
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: stopper.signal_name is not None, 30)
+        assert not stopper.may_continue()
+        assert killed == 1 or not stopper.may_save()
+        stopper._grace = 0.0
+    assert reasons[0].startswith(f"SIGTERM: rank {killed} has ended; the last checkpoint stands")
+    wait_until(lambda: bool(heard), 30)
 
 
 def test_a_signal_at_the_very_end_is_the_programs(monkeypatch: pytest.MonkeyPatch, heard: list[str]) -> None:

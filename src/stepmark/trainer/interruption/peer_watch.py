@@ -15,6 +15,7 @@ from stepmark.liveness.watchdog import watchdog
 from stepmark.runtime.mesh import PIPELINE, Mesh
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.callbacks import RunCallbacks
+from stepmark.trainer.interruption.preemption import knows_of_stop
 from stepmark.trainer.run_folder.status import STUCK
 
 
@@ -83,5 +84,5 @@ def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> HangDetector:
         ending=ending,
         place=lambda rank: f"pipeline stage {mesh.grid.coordinates(rank)[PIPELINE] + 1} of {size}" if size > 1 else "",
         # Where the run stops, ranks end one after another, and the thread that ends this one knows why.
-        is_gone=lambda rank: run_log.stop_reason is None and context.host.is_gone(rank),
+        is_gone=lambda rank: not knows_of_stop(context.store, rank) and context.host.is_gone(rank),
     )

@@ -54,6 +54,11 @@ logger = logging.getLogger("stepmark")
 _runs = 0
 
 
+def knows_of_stop(store: dist.Store | None, rank: int) -> bool:
+    """Whether this rank has answered the request to stop the run that began last."""
+    return store is not None and store.check([f"stop/{_runs}/passed/{rank}"])
+
+
 @dataclass(eq=False, repr=False)
 class PreemptionCoordinator:
     """Stops one run at a signal. `grace`, in seconds, counts from the signal. `announce(reason)` is called when the
@@ -76,6 +81,7 @@ class PreemptionCoordinator:
         self._listening = ExitStack()
         self._changed = threading.Condition()
         self._passed = 0
+        self._waits = False  # the main thread, for a decision or a verdict
         self._moved = time.monotonic()
         self._at = progress.current() or Progress()
         self.signal_name: str | None = None  # of the signal that requested the stop
@@ -113,8 +119,7 @@ class PreemptionCoordinator:
         """Whether the run may pass this stop point; False, on all ranks at the same one, where it stops."""
         with self._changed:
             point = self._passed + 1
-            while self.signal_name is not None and self._last is None:
-                self._changed.wait()  # the thread ends the process if no decision comes
+            self._wait(lambda: self.signal_name is None or self._last is not None)
             if self._last is not None and point > self._last:
                 return False
             self._passed, self._moved = point, time.monotonic()
@@ -125,8 +130,14 @@ class PreemptionCoordinator:
         if self._rank == 0:
             self._give_verdict(SAVE if self._left() >= self._save_seconds() else LEAVE)
         with self._changed:
-            self._changed.wait_for(lambda: self._verdict is not None)
+            self._wait(lambda: self._verdict is not None)
             return self._verdict == SAVE
+
+    def _wait(self, found: Callable[[], bool]) -> None:
+        """The thread ends the process if what the main thread waits for does not come."""
+        self._waits = True
+        self._changed.wait_for(found)
+        self._waits = False
 
     def seconds_left(self) -> float:
         """The seconds in which a run that stops may do more, and still end by itself."""
@@ -190,7 +201,15 @@ class PreemptionCoordinator:
                 self._end("there was no time for a save")
             if self._left() <= 0:
                 self._end(f"the {self._grace:g} s of signal_grace are over")
+            if self._waits and (gone := self._gone()):
+                self._end(f"{gone} has ended")
             self._pause()
+
+    def _gone(self) -> str:
+        """The ranks that are waited for, and have ended: of those that were killed, no answer and no verdict comes."""
+        store, host = self._context.store, self._context.host
+        asked = [0] if self._last is not None else [r for r in range(self._size) if not knows_of_stop(store, r)]
+        return ", ".join(f"rank {rank}" for rank in asked if host.is_gone(rank))
 
     def _decide(self) -> None:
         posts = [f"passed/{rank}" for rank in range(self._size)]
