@@ -13,7 +13,7 @@ import gc
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,6 +26,7 @@ from stepmark.errors import PeerFailed
 from stepmark.liveness.bounded_call import BoundedCall
 from stepmark.liveness.failure_report import TIMED_OUT, describe_lost_peer, is_lost_peer
 from stepmark.liveness.messages import pack, unpack
+from stepmark.liveness.progress import current
 
 _PROBE = 0x5EE  # the tag of messages that no rank receives
 _NOTICED = 1.0  # seconds after which all connections to a rank that has ended are known to be lost
@@ -66,6 +67,15 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     padded[: own.numel()] = own
     dist.all_gather(parts, padded, group=group)
     return [unpack(part[:size].cpu().numpy().tobytes()) for part, size in zip(parts, lengths, strict=True)]
+
+
+def wait_for(works: Iterable[dist.Work]) -> None:
+    """Waits for transfers, once all are started; a training thread counts for how long."""
+    started, began = list(works), time.perf_counter()
+    for work in started:
+        work.wait()
+    if (progress := current()) is not None:
+        progress.waited += time.perf_counter() - began
 
 
 class HostGroup:

@@ -77,6 +77,7 @@ class Progress:
         self._done = 0
         self._first = 0.0  # seconds of the longest step that compiled
         self._longest: dict[str, float] = {}
+        self.waited = 0.0  # seconds for transfers from and to other ranks
 
     @contextmanager
     def follow(self) -> Iterator[None]:

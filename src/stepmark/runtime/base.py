@@ -94,6 +94,9 @@ class Runtime(Protocol):
         device those of torch.compile, None without any. Does not wait for the device: graphs are compiled by the thread
         that ends a step, or calls the model."""
 
+    def compile_seconds(self) -> float:
+        """Seconds in which this process has compiled graphs so far. Does not wait for the device."""
+
     def cache_counters(self) -> CacheCounters | None:
         """Graphs looked up in the compile cache so far; None without one, and where it cannot be seen. Does not wait
         for the device."""

@@ -13,14 +13,14 @@ operations is differentiable: parallel/tensor/autograd_collectives.py adds gradi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepmark.liveness.host_group import Group, gather
+from stepmark.liveness.host_group import Group, gather, wait_for
 from stepmark.runtime.base import Runtime
 from stepmark.sharding.logical_ranks import LogicalRanks
 
@@ -96,13 +96,13 @@ class GroupCollectives:
     def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
         kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         reduced = [tensor.contiguous() for tensor in tensors]
-        _wait(dist.all_reduce(tensor, kind, group=self._group.process_group, async_op=True) for tensor in reduced)
+        wait_for(dist.all_reduce(tensor, kind, group=self._group.process_group, async_op=True) for tensor in reduced)
         return reduced
 
     def all_gather(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
         shards = [tensor.movedim(dim, 0).contiguous() for tensor in tensors]
         gathered = [shard.new_empty(self.size * shard.shape[0], *shard.shape[1:]) for shard in shards]
-        _wait(
+        wait_for(
             dist.all_gather_into_tensor(target, shard, group=self._group.process_group, async_op=True)
             for target, shard in zip(gathered, shards, strict=True)
         )
@@ -190,7 +190,7 @@ class GroupCollectives:
         shard = self.own_shard(tensor)
         others = [rank for rank in range(self.size) if rank != self.rank]
         received = {rank: [torch.empty_like(shard)] if rank in senders else [] for rank in others}
-        _wait(self._send_shards(own, received, tensor))
+        wait_for(self._send_shards(own, received, tensor))
         return {rank: each[0] for rank, each in received.items() if each} | ({self.rank: shard} if own else {})
 
     def _send_shards(
@@ -250,7 +250,7 @@ class GroupCollectives:
         that the ranks have sent to this one, `received` of them."""
         arrived = [tensor.new_empty(sum(received), *tensor.shape[1:]) for tensor in tensors]
         group, rows = self._group.process_group, (list(received), list(sent))
-        _wait(
+        wait_for(
             dist.all_to_all_single(_as_bytes(target), _as_bytes(tensor.contiguous()), *rows, group=group, async_op=True)
             for target, tensor in zip(arrived, tensors, strict=True)
         )
@@ -318,14 +318,9 @@ class _Started:
         _unfinished.add(self)
 
     def __call__(self) -> Tensor:
-        _wait(self._works)
+        wait_for(self._works)
         _unfinished.discard(self)
         return self._result()
-
-
-def _wait(works: Iterable[dist.Work]) -> None:
-    for work in list(works):
-        work.wait()
 
 
 class LazyAxis:

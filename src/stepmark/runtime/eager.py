@@ -81,6 +81,10 @@ class EagerRuntime:
     def requested_graphs(self) -> int | None:
         return _dynamo_counters("stats").get("unique_graphs") or None
 
+    def compile_seconds(self) -> float:
+        spent = getattr(sys.modules.get("torch._dynamo.utils"), "cumulative_time_spent_ns", {})
+        return (spent.get("entire_frame_compile", 0) + spent.get("entire_backward_compile", 0)) / 1e9
+
     def cache_counters(self) -> CacheCounters | None:
         found = _dynamo_counters("aot_autograd")
         hits, missed, bypassed = (found.get(f"autograd_cache_{name}", 0) for name in ("hit", "miss", "bypass"))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepmark.liveness.host_group import Group
+from stepmark.liveness.host_group import Group, wait_for
 
 HEADER = 12  # int64: the dtype's number, the number of dims, the dims
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -68,16 +68,14 @@ class Exchange:
 
     def arrived(self) -> list[Tensor]:
         """Waits for the tensors of the other rank; on an accelerator its stream waits instead of the host."""
-        for work in self.receiving:
-            work.wait()
+        wait_for(self.receiving)
         self.receiving = ()
         return self.received
 
     def left(self) -> None:
         """Returns once everything has been sent and received."""
         self.arrived()
-        for work in self.sending:
-            work.wait()
+        wait_for(self.sending)
         self.sending = self.sent = ()
 
 

@@ -120,6 +120,9 @@ class XlaRuntime:
     def requested_graphs(self) -> int | None:
         return graph_counts().requested
 
+    def compile_seconds(self) -> float:
+        return graph_counts().compile_seconds
+
     def count_in_neuron_cache(self, folder: Path) -> None:
         """From now on `cache_counters` counts the graphs that Neuron's compiler finds in its cache."""
         if self._lookups is None or self._lookups.folder != folder:

@@ -700,7 +700,7 @@ class TrainingLoop:
             "samples_per_step": self._parts.loader.layout.global_batch,
             FIELD: None if self._parts.mesh.needs_processes else self._parts.mesh.ranks.total,
             ARITHMETIC: arithmetic_of(self._parts.mesh),
-            KEPT: self._monitor.spent.kept(self._monitor.timers.parts()),
+            KEPT: self._monitor.kept_seconds(),
         }
 
     def _take_snapshot(self) -> None:

@@ -15,6 +15,8 @@ KEPT = "kept_seconds"  # in the metadata of a checkpoint: of the steps up to it
 PARTS = {  # by their name in the file, in words
     "kept": "steps",
     "repeated": "steps that were trained again",
+    "compiling": "compiling",
+    "waiting": "waiting for other ranks",
     "saving": "saves",
     "evaluating": "evaluations",
     "restoring": "restoring",
@@ -34,11 +36,12 @@ def seconds_in(status: Mapping[str, Any]) -> dict[str, float]:
 class TimeSpent:
     """Seconds since a run began, by what they were spent on; they add up to the time up to the last log.
 
-    `kept`: steps whose result is in the model, with their waits for data and compilations. `repeated`: steps that were
-    undone, since the run went on from a checkpoint before them. `saving` and `evaluating`: while training waits.
-    `starting`: from the start of a process, with imports and the wait for other ranks, to its first step. `stopped`:
-    from the last log of an attempt to the start of the next, with steps that were never logged; not behind a run that
-    was done.
+    `kept`: steps whose result is in the model, with their waits for data. `repeated`: steps that were undone, since the
+    run went on from a checkpoint before them. `compiling` and `waiting`: within steps of both kinds, for graphs, and
+    for what other ranks send or receive. `saving` and `evaluating`: while training
+    waits. `starting`: from the start of a process, with imports and the wait for other ranks, to its first step.
+    `stopped`: from the last log of an attempt to the start of the next, with steps that were never logged; not behind a
+    run that was done.
 
     Args:
         status: The content of status.json as an earlier attempt has left it.
@@ -65,13 +68,15 @@ class TimeSpent:
         """The first step of this process comes next."""
         self.seconds["starting"] += max(time.time() - self._began - self._restoring, 0.0)
 
-    def add(self, parts: Mapping[str, float]) -> dict[str, float]:
-        """Adds the parts of `RunTimers`. Returns all seconds so far, for status.json."""
-        self.seconds["kept"] += parts["step"] + parts["data"]
+    def add(self, parts: Mapping[str, float], within_steps: Mapping[str, float]) -> dict[str, float]:
+        """Adds what `RunTimers` has counted. Returns all seconds so far, for status.json."""
+        self.seconds["kept"] = self.kept(parts, within_steps)
+        for part, seconds in within_steps.items():
+            self.seconds[part] += seconds
         self.seconds["saving"] += parts["save"]
         self.seconds["evaluating"] += parts["evaluation"]
         return dict(self.seconds)
 
-    def kept(self, parts: Mapping[str, float]) -> float:
-        """Seconds of the steps up to now, where `parts` has those since the last call of `add`."""
-        return self.seconds["kept"] + parts["step"] + parts["data"]
+    def kept(self, parts: Mapping[str, float], within_steps: Mapping[str, float]) -> float:
+        """Seconds of the steps up to now, given what was counted since the last call of `add`."""
+        return self.seconds["kept"] + parts["step"] + parts["data"] - sum(within_steps.values())

@@ -68,6 +68,7 @@ class Telemetry:
         self._compilations = 0
         self._warned: set[tuple[str, str]] = set()
         self._part_began = 0.0
+        self._before_step = {"compiling": 0.0, "waiting": 0.0}
 
     # The loop
 
@@ -105,6 +106,7 @@ class Telemetry:
     def step_begins(self, batch: StepBatch) -> None:
         if (progress := current()) is not None:
             progress.step_begins()
+        self._before_step = self._within_steps()
         if self._recompilations is not None:
             self._recompilations.begin(batch)
 
@@ -114,11 +116,19 @@ class Telemetry:
     def step_ended(self, step: int, batch: StepBatch) -> None:
         if (progress := current()) is not None:
             progress.step_ended(self._runtime.requested_graphs())
+        for part, seconds in self._within_steps().items():
+            self.timers.within_steps[part] += seconds - self._before_step[part]
         self.throughput.add(batch)
         if self._recompilations is not None:
             self._recompilations.ended("step", step)
         self.saves.poll()
         self._system.poll(step)
+
+    def _within_steps(self) -> dict[str, float]:
+        """Seconds so far that steps have compiled, and waited for other ranks."""
+        progress = current()
+        waiting = 0.0 if progress is None else progress.waited
+        return {"compiling": self._runtime.compile_seconds(), "waiting": waiting}
 
     @contextmanager
     def within(self, part: str, step: int) -> Iterator[None]:
@@ -138,9 +148,14 @@ class Telemetry:
     def part_fields(self) -> dict[str, float]:
         """Seconds of each part of training since the last call or log."""
         parts = self.timers.parts()
+        spent = self.spent.add(parts, self.timers.within_steps)
         self.timers.restart()
-        self._run_log.describe(**{TIME_SPENT: self.spent.add(parts)})
+        self._run_log.describe(**{TIME_SPENT: spent})
         return {f"seconds_{part}": spent for part, spent in parts.items()}
+
+    def kept_seconds(self) -> float:
+        """Of the steps up to now, as a checkpoint keeps them."""
+        return self.spent.kept(self.timers.parts(), self.timers.within_steps)
 
     # Saves
 

@@ -106,7 +106,8 @@ _PHASES = {"data": DATA, "save": BETWEEN, "evaluation": METRICS}  # batches and 
 
 
 class RunTimers:
-    """Seconds since the last restart: waiting for data, in saves, in evaluations, and the rest in steps."""
+    """Seconds since the last restart: waiting for data, in saves, in evaluations, and the rest in steps; and in how
+    many of these they compiled, and waited for other ranks."""
 
     def __init__(self) -> None:
         self.restart()
@@ -114,6 +115,7 @@ class RunTimers:
     def restart(self) -> None:
         self._started = time.perf_counter()
         self._parts = dict.fromkeys(_PHASES, 0.0)
+        self.within_steps = {"compiling": 0.0, "waiting": 0.0}
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
