@@ -314,6 +314,8 @@ def test_an_expanded_buffer_is_refused(tmp_path: Path) -> None:
 class Group:
     """Ranks that are threads of this process."""
 
+    lost = False
+
     def __init__(self, rank: int, size: int, shared: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size, self._shared, self._barrier = rank, size, shared, barrier
 

@@ -82,12 +82,13 @@ class HostGroup:
     """All ranks of a run, or some, connected by gloo; a single rank needs no connection. `all_gather`, `broadcast` and
     `barrier` are collective: all ranks call them, in the same order."""
 
+    lost = False  # an error of this rank has told that another one is gone
+
     def __init__(self, rank: int = 0, size: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
         self.size = size
         self._group = Group(process_group)
         self._store_answers = True
-        self.lost = False  # an error of this rank has told that another one is gone
 
     @classmethod
     def of_processes(cls, timeout: timedelta | None = None, among: dist.ProcessGroup | None = None) -> HostGroup:
