@@ -68,3 +68,17 @@ def test_the_rank_that_is_late_is_named_and_not_the_one_that_waits_for_it(tmp_pa
     with pytest.raises(CheckpointTimeout, match=r"rank 0 \(finalizing\) has not committed"):
         operation.wait("committed", [0], needs)
     operation.stop()
+
+
+def test_a_program_hears_of_a_failure_that_the_other_ranks_cannot_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = StatusBoard(tmp_path / "save", 0)
+    board.open()
+    monkeypatch.setattr(board, "fail", lambda reason: {}["the store"])
+    handle = SaveHandle(1)
+    operation = Operation("save of step 1", "step 1 was not saved", board, 60.0, handle)
+    with pytest.raises(KeyError):
+        operation.fail_behind(OSError(5, "Input/output error"))
+    with pytest.raises(CheckpointError, match="step 1 was not saved: Input/output error"):
+        handle.result(0.1)

@@ -165,13 +165,15 @@ class Operation:
     def fail_behind(self, error: BaseException) -> None:
         """It has failed in the background."""
         self.stop()
-        if isinstance(error, CheckpointTimeout):
-            print_stacks(f"{self.what}: {error}")
-        self._tell(error)
         kind = type(error) if isinstance(error, StepmarkError) else CheckpointError
         problem = kind(f"{self.failure}: {describe_error(error)}")
         problem.__cause__ = error
-        self.fail(problem if isinstance(error, OSError | StepmarkError) else error)
+        try:
+            if isinstance(error, CheckpointTimeout):
+                print_stacks(f"{self.what}: {error}")
+            self._tell(error)
+        finally:  # the program may be waiting
+            self.fail(problem if isinstance(error, OSError | StepmarkError) else error)
         if isinstance(error, CheckpointTimeout):
             exit_unless_handled(self.collected, problem, self.board.rank)
 
