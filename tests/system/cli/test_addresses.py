@@ -241,7 +241,7 @@ def test_a_run_sees_in_its_bucket_that_it_is_asked_to_stop(
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    fields = {"mirror_to": bucket.url, "max_steps": steps, "save_steps": 1, "save_total_limit": 100}
+    fields = {"mirror_to": bucket.url, "max_steps": steps, "save_steps": 1, "save_total_limit": 2}
     assert run(["train", str(write_recipe(tmp_path, **fields))]) == 0
     asking.join()
     status = read_status(tmp_path / "out")
