@@ -11,6 +11,7 @@ pytest.importorskip("peft")
 from tests.support.mesh_parity import compare
 from tests.support.ranks import Ranks
 
+TOLERANCE = 1e-4  # AdamW's first steps are of one size, however small a gradient that is rounding is
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CONV = ["c_attn", "c_proj", "c_fc"]
 MODELS: dict[str, dict[str, Any]] = {
@@ -62,16 +63,15 @@ def matrix(names: list[str], ranks: int, steps: int) -> list[dict[str, Any]]:
 
 def test_sample(ranks: Ranks) -> None:
     meshes = MESHES[2][:2]
-    compare(
-        ranks, "cpu", 2, [{"model": MODELS[name], "steps": 4, **mesh} for name in ("gpt2", "llama") for mesh in meshes]
-    )
+    cases = [{"model": MODELS[name], "steps": 4, **mesh} for name in ("gpt2", "llama") for mesh in meshes]
+    compare(ranks, "cpu", 2, cases, tolerance=TOLERANCE)
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_complete_matrix(ranks: Ranks, name: str, count: int) -> None:
-    compare(ranks, "cpu", count, matrix([name], count, steps=20))
+    compare(ranks, "cpu", count, matrix([name], count, steps=20), tolerance=TOLERANCE)
 
 
 @pytest.mark.prove
