@@ -141,7 +141,8 @@ class HostGroup:
         return ", ".join(f"rank {rank}" for rank in range(self.size) if self.is_gone(rank))
 
     def explain(self, error: BaseException | None) -> PeerFailed | None:
-        """PeerFailed for torch's error of a collective that has lost a rank or timed out; None for other errors."""
+        """PeerFailed for torch's error of a collective that has lost a rank or timed out; None for other errors. From
+        now on the group knows that a rank is lost."""
         self.lost = self.lost or is_lost_peer(error)
         if not isinstance(error, RuntimeError) or not (is_lost_peer(error) or TIMED_OUT.search(str(error))):
             return None

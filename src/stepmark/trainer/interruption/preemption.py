@@ -10,7 +10,8 @@ key-value store, so that neither a compilation nor a collective in the main thre
              another's main thread to get there, so no rank can be left in a collective with one that has stopped.
 3. verdict   At that point, rank 0 decides whether there is time for a save, and either all ranks save or none. If a
              step and a save cannot fit, or the step takes too long, its thread decides earlier.
-4. end       At the end of the grace period every thread ends its process, whatever the main thread is doing.
+4. end       At the end of the grace period every thread ends its process, whatever the main thread is doing; and at
+             once where that waits for a rank which was killed, as torchrun sends SIGTERM to those that are left.
              Checkpoints are complete or absent, so the last committed one remains. The reason says where each rank is:
              a run that hangs would otherwise look like one without time for a save, and be requeued forever.
 

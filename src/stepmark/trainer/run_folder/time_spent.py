@@ -38,10 +38,9 @@ class TimeSpent:
 
     `kept`: steps whose result is in the model, with their waits for data. `repeated`: steps that were undone, since the
     run went on from a checkpoint before them. `compiling` and `waiting`: within steps of both kinds, for graphs, and
-    for what other ranks send or receive. `saving` and `evaluating`: while training
-    waits. `starting`: from the start of a process, with imports and the wait for other ranks, to its first step.
-    `stopped`: from the last log of an attempt to the start of the next, with steps that were never logged; not behind a
-    run that was done.
+    for what other ranks send or receive. `saving` and `evaluating`: while training waits. `starting`: from the start of
+    a process, with imports and the wait for other ranks, to its first step. `stopped`: from the last log of an attempt
+    to the start of the next, with steps that were never logged; not behind a run that was done.
 
     Args:
         status: The content of status.json as an earlier attempt has left it.

@@ -148,10 +148,9 @@ class Telemetry:
     def part_fields(self) -> dict[str, float]:
         """Seconds of each part of training since the last call or log."""
         parts = self.timers.parts()
-        spent = self.spent.add(parts, self.timers.within_steps)
+        self._run_log.describe(**{TIME_SPENT: self.spent.add(parts, self.timers.within_steps)})
         self.timers.restart()
-        self._run_log.describe(**{TIME_SPENT: spent})
-        return {f"seconds_{part}": spent for part, spent in parts.items()}
+        return {f"seconds_{part}": seconds for part, seconds in parts.items()}
 
     def kept_seconds(self) -> float:
         """Of the steps up to now, as a checkpoint keeps them."""
