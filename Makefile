@@ -19,7 +19,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=
 
 # How many processes run the tests; each has its own ranks, and uses about 2 GB.
-WORKERS ?= 3
+WORKERS ?= 4
 PYTEST := -m pytest --numprocesses $(WORKERS) --dist worksteal
 EAGER := -m "not xla and not prove"
 # What a pull request runs on the Pythons that have no complete run: commands, fields, checkpoints, training, signals.

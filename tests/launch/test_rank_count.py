@@ -43,7 +43,7 @@ def test_a_rank_for_each_device(
 ) -> None:
     counted = of("auto", devices=devices, **fields)
     assert (counted.asked, counted.now) == (ranks, ranks)
-    assert capfd.readouterr().err.startswith(told)
+    assert told in capfd.readouterr().err  # beside what threads of other tests have said
 
 
 @pytest.mark.parametrize(("devices", "fields"), [(0, {}), (1, TENSOR), (3, {**TENSOR, **PIPELINE})])
@@ -84,7 +84,7 @@ def test_ranks_share_a_cpu_however_many_they_are() -> None:
 def test_an_attempt_that_begins_with_fewer_devices_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     counted = of(4, 2, devices=3)
     assert (counted.asked, counted.now) == (4, 3)
-    assert capfd.readouterr().err == "--nproc 4: ranks 3, devices (cuda) 3\n"
+    assert "--nproc 4: ranks 3, devices (cuda) 3\n" in capfd.readouterr().err
     assert (of(4, 2, devices=1).now, of("auto", 2, devices=1).now) == (0, 0), "it is to wait"
     assert of(4, 2, devices=8).now == 4
 

@@ -1,4 +1,5 @@
-"""What user code draws from the global generators, wherever a run calls it: after a resume, and on every rank."""
+"""What user code draws, from the global generators and its own, wherever a run calls it: after a resume, and on every
+rank."""
 
 from __future__ import annotations
 
@@ -23,8 +24,32 @@ STEPS, SAVED, STOPPED = 8, 3, 4
 SAMPLE = [index % VOCABULARY for index in range(8)]
 
 
-def draws() -> list[float]:
-    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+outside = np.random.default_rng(1)  # of what a Trainer calls
+
+
+def draws(*own: float) -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(())), *own]
+
+
+class Loud(torch.nn.Module):
+    """Multiplies losses by noise from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"noise": torch.Generator()}
+        self.drawn: list[float] = []
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        self.drawn.append(float(torch.rand((), generator=self.kept["noise"])))
+        return loss * (1 + 0.1 * self.drawn[-1])
+
+
+class NoisyTrainer(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, **options)
+        factor = 1 + 0.1 * float(self.noise.normal()) + 0.1 * float(outside.uniform())
+        loss = model.loud(loss) * factor
+        return (loss, outputs) if return_outputs else loss
 
 
 class Records(TrainerCallback):
@@ -32,9 +57,10 @@ class Records(TrainerCallback):
 
     def __init__(self) -> None:
         self.drawn: dict[int, list[Any]] = {}
+        self.own = random.Random(1)
 
     def draw(self, event: str, step: int) -> list[float]:
-        values = draws()
+        values = draws(self.own.random())
         self.drawn.setdefault(step, []).append([event, *values])
         return values
 
@@ -57,10 +83,11 @@ class Noisy(torch.optim.SGD):
     """Adds noise to what it updates: all ranks have to draw the same."""
 
     drawn: list[list[float]]
+    noise: np.random.RandomState
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
-        self.drawn.append(draws())
+        self.drawn.append(draws(float(self.noise.uniform())))
         for group in self.param_groups:
             for parameter in group["params"]:
                 with torch.no_grad():
@@ -71,9 +98,12 @@ def train(folder: str, device: str, stop: int | None, options: dict[str, Any]) -
     random.seed(stop)
     np.random.seed(stop)
     model, records, found = tiny_model(), Records(), []
+    if device != "xla":
+        model.loud = Loud()
     optimizer = None if options.get("fsdp") or device == "xla" else Noisy(model.parameters(), lr=0.1)
     if optimizer is not None:
-        optimizer.drawn = []
+        optimizer.drawn, optimizer.noise = [], np.random.RandomState(1)
+    metrics = np.random.default_rng(1)
     torch.manual_seed(stop or 0)
     arguments = TrainingArguments(
         output_dir=folder,
@@ -88,15 +118,16 @@ def train(folder: str, device: str, stop: int | None, options: dict[str, Any]) -
         disable_tqdm=True,
         **options,
     )
-    trainer = Trainer(
+    trainer = (Trainer if device == "xla" else NoisyTrainer)(
         model,
         arguments,
         train_dataset=[{"input_ids": SAMPLE, "labels": SAMPLE}] * 10,
         eval_dataset=[{"input_ids": SAMPLE, "labels": SAMPLE}] * 2,
-        compute_metrics=lambda _: found.append(draws()) or {},
+        compute_metrics=lambda _: found.append(draws(metrics.uniform())) or {},
         callbacks=[records, StopsAt(stop)],
         optimizers=(optimizer, None),
     )
+    trainer.noise = np.random.default_rng(2)
     trainer.train(resume_from_checkpoint=stop is None and Path(folder).exists())
     updates = [] if optimizer is None else optimizer.drawn
     return {"events": records.drawn, "updates": updates, "metrics": found, "weights": checksum(trainer)}
@@ -135,3 +166,10 @@ def test_what_callbacks_optimizers_and_metrics_draw_is_the_same_after_a_resume(
         drawn = [tuple(values) for step in expected["events"].values() for _, *values in step]
         assert len(set(drawn)) == len(drawn)
     assert whole[0]["metrics"]
+
+
+def test_processes_that_host_ranks_draw_what_ranks_do(ranks: Ranks, tmp_path: Path) -> None:
+    each = ranks.run(train, str(tmp_path / "ranks"), "cpu", None, {}, nproc=2).check()
+    hosted = ranks.run(train, str(tmp_path / "hosted"), "cpu", None, {"data_parallel_replicas": 2}, nproc=1).check()
+    assert hosted[0]["weights"] == each[0]["weights"]
+    assert hosted[0]["updates"] == each[0]["updates"]

@@ -43,6 +43,22 @@ def test_ranks_begin_with_the_same_and_the_first_ones_stay() -> None:
         assert norm.num_batches_tracked == step + 1
 
 
+def test_a_rank_counts_its_own_passes_in_numbers_of_modules() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.0))
+    model.passes = model[1].passes = 0
+    buffers, seen = RankBuffers(model, Mesh.create(device="cpu", data_parallel_replicas=3)), []
+    for _ in range(3):
+        buffers.begin()
+        for rank in range(3):
+            buffers.enter(rank)
+            model.passes += 1
+            model[1].passes -= 1
+            model[1].p += 0.125
+            seen.append((model.passes, model[1].passes, model[1].p))
+        buffers.end()
+    assert seen == [(step, -step, 0.125 * step) for step in (1, 2, 3) for _ in range(3)]
+
+
 def test_a_pipeline_stage_may_have_no_buffers(ranks: Ranks) -> None:
     assert ranks.run(of_stage, nproc=4, timeout=60).check() == [1.0, 1.0, None, None]
 

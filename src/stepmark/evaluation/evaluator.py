@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from stepmark.checkpoint.host_memory import free_host_memory, shortage
 from stepmark.data.loader.batch import MicroBatch, StepBatch, StepLoader, computing, rows_of
+from stepmark.data.loader.own_state import generators_kept_by
 from stepmark.data.loader.prefetcher import DevicePrefetcher
 from stepmark.errors import PredictionsTooLarge
 from stepmark.evaluation.predictions import (
@@ -201,11 +202,12 @@ class Evaluator:
 
         if staged(self.model) is None:
             sharded = has_full_sharding(self.model)  # so that others wait for this process
+            own = generators_kept_by(*self.loss.owners, *self.model.modules())
             idle = self.mesh.ranks.most - len(self.mesh.ranks.own) if sharded else 0
             for number, each in enumerate(source()):
                 batch, place = divmod(number, len(self.mesh.ranks.own))
                 if not self.runtime.lazy:  # what a user's loss draws depends on nothing but the batch
-                    seed_generators(self.runtime, derive_seed(EVALUATION, batch, self.mesh.ranks.own[place]))
+                    seed_generators(self.runtime, derive_seed(EVALUATION, batch, self.mesh.ranks.own[place]), own)
                 found = forward(each)
                 for _ in range(idle if place == len(self.mesh.ranks.own) - 1 else 0):
                     forward(replace(each, rows=0))

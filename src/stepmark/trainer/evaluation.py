@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import Subset
 
+from stepmark.data.loader.own_state import generators_kept_by
 from stepmark.errors import PeerFailed, PredictionsTooLarge, UsageError
 from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import by_batch, summarize
@@ -120,7 +121,8 @@ class TrainerEvaluation:
         if key not in pause.completed:
             if self.pause is not None:  # in training: where it was stopped between two sets, the second draws the same
                 step = self.callbacks.state.global_step
-                seed_generators(self.evaluator.runtime, derive_seed(self.args.seed, step, prefix))
+                own = generators_kept_by(self.compute_metrics)
+                seed_generators(self.evaluator.runtime, derive_seed(self.args.seed, step, prefix), own)
             began = time.perf_counter()
             metrics = self._metrics_of(batches, prefix, ignore_keys) if loop is None else dict(loop())
             metrics.setdefault(f"{prefix}_runtime", time.perf_counter() - began)

@@ -20,6 +20,7 @@ from stepmark.checkpoint.restore.restore import Restored
 from stepmark.checkpoint.sections import describe
 from stepmark.data.loader.batch import StepBatch
 from stepmark.data.loader.loader import DataLoader
+from stepmark.data.loader.own_state import generators_kept_by
 from stepmark.data.loader.prefetcher import DevicePrefetcher
 from stepmark.errors import DataError, PeerLost, TrainingDiverged, UsageError
 from stepmark.filesystem.json_files import finite_number
@@ -405,9 +406,10 @@ class TrainingLoop:
             self._end_epoch()
 
     def _event(self, name: str) -> None:
-        """Calls callbacks. What these draw, and what is called until the next such event, is of the seed, the step and
-        the event alone: a resumed run draws it again."""
-        seed_generators(self._parts.context.runtime, derive_seed(self._args.seed, self._step, name))
+        """Calls callbacks. What these draw, also from generators of their own, and what is called until the next such
+        event, is of the seed, the step and the event alone: a resumed run draws it again."""
+        own = generators_kept_by(*self._callbacks.handler.callbacks)
+        seed_generators(self._parts.context.runtime, derive_seed(self._args.seed, self._step, name), own)
         self._callbacks.event(name)
 
     def _train_epoch(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch, computing
+from stepmark.data.loader.own_state import generators_kept_by
 from stepmark.errors import UsageError
 from stepmark.liveness.progress import PASSES, enter_phase
 from stepmark.parallel.full_sharding import LOSS, has_full_sharding
@@ -147,6 +148,7 @@ class MicroBatchSchedule(ABC):
 
     def __post_init__(self) -> None:
         self._buffers = RankBuffers(self.model, self.mesh)
+        self.generators = generators_kept_by(*self.loss.owners, *self.model.modules())
 
     def forward_backward(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
         """Leaves the sums of the gradients of a step, numbered from 0, in the reducer. Of the hooks, those after each
@@ -175,8 +177,8 @@ class SequentialSchedule(MicroBatchSchedule):
     model, or a tensor parallel slice of every layer: all of one logical rank, then those of the next. Where gradients
     are added over all ranks in every pass, the logical ranks take turns with each micro-batch.
 
-    The random numbers of a micro-batch are seeded by (seed, step, micro-batch, logical rank), so nothing that runs
-    between steps can shift them.
+    The random numbers of a micro-batch, also those of generators that the model or the Trainer keeps, are seeded by
+    (seed, step, micro-batch, logical rank), so nothing that runs between steps can shift them.
     """
 
     gathers: PendingGathers
@@ -206,7 +208,7 @@ class SequentialSchedule(MicroBatchSchedule):
             weight = Weight(
                 (counts.each[indices][index] if own else counts.zero).reshape(()), counts.divisor.reshape(())
             )
-            seed_generators(self._runtime, derive_seed(self.seed, step, index, rank))
+            seed_generators(self._runtime, derive_seed(self.seed, step, index, rank), self.generators)
             with self.mesh.watching_others():
                 edges = number == 0, number == len(turns) - 1
                 loss = self._pass(batch.micro_batches[indices][index], weight, *edges, counts=own)

@@ -116,12 +116,12 @@ class _Step:
             if both and task.kind == BACKWARD:
                 continue  # it ran with its forward pass, in one graph
             if task.kind == FORWARD:
-                seed_generators(self._runtime, seed(task.micro_batch))
+                seed_generators(self._runtime, seed(task.micro_batch), self._parts.generators)
                 if self._parts.seeks_draws:
                     self._random_numbers = self._runtime.generator_state()
                 self._forward(task)
             elif self._parts.transfers.draws or self._checkpointing:
-                seed_generators(self._runtime, seed(task.micro_batch))
+                seed_generators(self._runtime, seed(task.micro_batch), self._parts.generators)
                 begin_regions(self._parts.stages.model)  # those that are computed again
             if both or task.kind == BACKWARD:
                 self._backward(replace(task, kind=BACKWARD))

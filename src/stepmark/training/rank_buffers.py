@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.errors import UsageError
+from stepmark.parallel.optimizer.named import NUMBERS
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import checksum
 from stepmark.sharding.dtensor import is_dtensor
@@ -47,6 +48,8 @@ class RankBuffers:
     checkpoints have. So a step does not depend on which process hosts a rank. All of them are sent in every step: torch
     does not count what BatchNorm writes, and a buffer may change in some steps only.
 
+    Numbers that modules keep are a logical rank's while it is hosted, and no process's are sent to another.
+
     Parameters to which a forward pass writes, as that of a teacher does, and large buffers where there are many, are
     treated alike where it does so in a process's first step; of frozen parameters, values are compared in it. Buffers
     that checkpoints do not have are each process's own. Where one of these changes, each rank needs a process. Raises
@@ -57,6 +60,7 @@ class RankBuffers:
         self._mesh = mesh
         ranks = mesh.ranks
         parts = list(model.named_modules()) if ranks.total > 1 else []
+        self._modules = [part for _, part in parts]
         renormed = next((name for name, part in parts if getattr(part, "max_norm", None) is not None), None)
         if renormed is not None:
             raise UsageError(
@@ -72,15 +76,19 @@ class RankBuffers:
         ]
         self._kept = [place for place in self._places if place.kind == BUFFER]  # and others that the passes write to
         self._learned = not parts
+        self._numbers: list[tuple[dict[str, Any], str]] = []  # that modules keep, such as a count of their passes
         self._changed: set[str] = set()  # others to which the passes of this process have written
         self._sends = mesh.runtime.numbers([float(ranks.process == 0)])  # a branch would make graphs of its own
 
     def begin(self) -> None:
         """Begins a step, with this process's first rank."""
         self._rank = 0
-        self._values: dict[int, list[Tensor]] = {}  # of each rank of this process whose passes were begun
-        # Also in a process that takes part in passes of others:
-        self._first = [place.tensor.clone() for place in self._kept] if self._mesh.ranks.most > 1 else []
+        self._values: dict[int, tuple[list[Tensor], list[Any]]] = {}  # of each rank whose passes were begun here
+        if self._mesh.ranks.most > 1:  # also in a process that takes part in passes of others
+            if not self._learned:
+                owners = [part.__dict__ for part in self._modules]
+                self._numbers = [(own, key) for own in owners for key, value in own.items() if type(value) in NUMBERS]
+            self._first = self._now()
         self._seen = self._states()
 
     @torch.no_grad()
@@ -89,9 +97,12 @@ class RankBuffers:
         if rank == self._rank:
             return
         self._look()
-        self._values[self._rank] = [place.tensor.clone() for place in self._kept]
-        for place, value in zip(self._kept, self._values.get(rank, self._first), strict=True):
+        self._values[self._rank] = self._now()
+        tensors, numbers = self._values.get(rank, self._first)
+        for place, value in zip(self._kept, tensors, strict=True):
             place.tensor.copy_(value)
+        for (own, key), number in zip(self._numbers, numbers, strict=True):
+            own[key] = number
         self._rank, self._seen = rank, self._states()
 
     def end(self) -> None:
@@ -104,6 +115,9 @@ class RankBuffers:
             self._learned = True
         if self._mesh.ranks.processes > 1 and self._kept:
             self._take_from_first([place.tensor for place in self._kept])
+
+    def _now(self) -> tuple[list[Tensor], list[Any]]:
+        return [place.tensor.clone() for place in self._kept], [own.get(key) for own, key in self._numbers]
 
     def _states(self) -> dict[_Place, object]:
         """Of what may be written to: each differs once it was; of saved buffers, which may be, once they do not fit any

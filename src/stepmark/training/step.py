@@ -14,6 +14,7 @@ from stepmark.config.contradictions import reduction_contradictions, schedule_co
 from stepmark.config.fields import fields_of, refuse
 from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.batch import StepBatch
+from stepmark.data.loader.own_state import generators_kept_by
 from stepmark.errors import UsageError
 from stepmark.liveness.progress import PASSES, REDUCE, UPDATE, enter_phase
 from stepmark.parallel.gradients.arithmetic import scale_to
@@ -155,7 +156,9 @@ class TrainStep:
         enter_phase(PASSES)
         self._loads.begin()
         loss, tokens = self._schedule.forward_backward(step, batch, hooks)
-        seed_generators(self._runtime, derive_seed(self._seed, step))  # all ranks draw alike around the update
+        seed_generators(
+            self._runtime, derive_seed(self._seed, step), generators_kept_by(self.optimizer.inner)
+        )  # as on all ranks
         enter_phase(REDUCE)
         reduced, updates = self._gradients.reduce(loss, tokens, self._loads.counts()), True
         if self.scaler is not None:

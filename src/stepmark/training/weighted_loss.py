@@ -99,7 +99,8 @@ class MicroBatchLoss:
         if compute_loss_func is not None:  # the class of a model does not show which labels it ignores
             rule = replace(rule, skips_ignored=False)
         self._known = has_known_loss(unwrapped(model))
-        owners = (declared_by, compute_loss_func, unwrapped(model))
+        self.owners = declared_by, compute_loss_func  # of generators from which the loss may draw
+        owners = (*self.owners, unwrapped(model))
         averaged = declared("loss_averages_over", ("samples", "targets"), owners)
         rule = rule if averaged is None else replace(rule, by_sample=averaged == "samples")
         shift = declared("causal_shift", (True, False), owners) if causal_shift is None else causal_shift

@@ -16,8 +16,9 @@ from stepmark.data.loader.batch import MicroBatch
 from stepmark.data.loader.collate import Collation
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.order import Stream, generator
-from stepmark.data.loader.own_state import GLOBAL, as_bytes, generators_of, seed, set_state, state_of
+from stepmark.data.loader.own_state import GLOBAL, as_bytes, generators_of, set_state, state_of
 from stepmark.errors import DataError, StepmarkError
+from stepmark.runtime.seeds import seed
 
 CAUSE = "cause_in_worker"  # an attribute of errors
 

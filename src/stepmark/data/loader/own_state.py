@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+from stepmark.runtime.seeds import GENERATORS
+
 GLOBAL: tuple[Any, ...] = (random._inst, np.random.mtrand._rand, torch.default_generator)
 PARTS = (*GENERATORS, DataLoader, Dataset, Sampler)
 INSIDE = ("base_dataloader", "batch_sampler", "collate_fn", "dataset", "sampler")  # also if of another class
@@ -55,6 +56,17 @@ def _inside(owner: Any) -> Iterator[Any]:
 
 def generators_of(*roots: Any) -> list[Any]:
     return [each for each in parts_of(*roots) if isinstance(each, GENERATORS)]
+
+
+def generators_kept_by(*owners: Any) -> list[Any]:
+    """Generators that are attributes of these objects, or that they, or the methods of the user's classes of which they
+    are, find outside, each once; no global one."""
+    kinds = dict.fromkeys(kind for owner in owners for kind in type(owner).__mro__)
+    own = [vars(kind) for kind in kinds if kind.__module__.partition(".")[0] not in (*LIBRARIES, "builtins")]
+    methods = [each for values in own for each in values.values() if inspect.isfunction(each)]
+    inside = (each for owner in (*owners, *methods) for each in _inside(owner) if isinstance(each, GENERATORS))
+    found = {id(each): each for each in inside}
+    return [each for each in found.values() if all(each is not other for other in GLOBAL)]
 
 
 def own_state(*roots: Any) -> dict[str, Any]:
@@ -112,13 +124,3 @@ def set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)
-
-
-def seed(generator: Any, word: np.ndarray) -> None:
-    """Seeds it with a word, uint64 [1]."""
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(int(word[0])).state
-    elif isinstance(generator, torch.Generator):  # not torch.manual_seed, which seeds those of accelerators as well
-        generator.manual_seed(int(word[0]))
-    else:
-        generator.seed(word.view(np.uint32) if isinstance(generator, np.random.RandomState) else int(word[0]))
