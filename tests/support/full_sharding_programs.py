@@ -453,7 +453,8 @@ def refused() -> list[str]:
     dropping.config.layerdrop = 0.1
     hooked.lm_head.weight.register_hook(lambda gradient: gradient / 2)
     hooked_after.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.div_(2))
-    whole, sparse = WithBuffer(), WithBuffer()
+    whole, sparse, nothing = WithBuffer(), WithBuffer(), WithBuffer()
+    nothing.none = nn.Parameter(torch.zeros(0, 2))
     whole.number = nn.Parameter(torch.arange(4), requires_grad=False)
     sparse.table = nn.Embedding(4, 2, sparse=True)
     cases: list[tuple[Any, Mesh, FullSharding]] = [
@@ -464,6 +465,7 @@ def refused() -> list[str]:
         (hooked_after, mesh, FullSharding()),
         (whole, mesh, FullSharding()),
         (sparse, mesh, FullSharding()),
+        (nothing, mesh, FullSharding()),
         (build("llama"), Mesh.create(tensor_parallel_size=2, device="cpu"), FullSharding()),
         (tiny_model(), mesh, replace(FullSharding(), replicas=3)),
     ]

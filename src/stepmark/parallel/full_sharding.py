@@ -500,6 +500,8 @@ def _check(model: nn.Module, layers: Sequence[nn.Module]) -> None:
             name = names[id(parameter)]
             if parameter.dim() == 0:
                 raise UsageError(f"fsdp: {name} has no dim to shard; make it a vector of one element")
+            if not parameter.numel():
+                raise UsageError(f"fsdp: {name} has no elements to shard; leave it out, or use zero_1")
             if has_hooks(parameter):
                 raise UsageError(f"fsdp: {name} has a hook of its gradient, {HOOKS}")
             if not parameter.is_floating_point():

@@ -167,6 +167,7 @@ def test_what_cannot_be_sharded_is_refused_before_anything_changes(ranks: Ranks)
         "fsdp: transformer.wte.weight has a hook",
         "fsdp: number is torch.int64, which cannot be sharded; make it a buffer",
         "fsdp: table has sparse gradients",
+        "fsdp: none has no elements to shard",
         "fsdp and tensor_parallel_size",
     ]
     for begin, message in zip([*starts, "fsdp_config: dp_replicate_size: 3"], found[0], strict=True):
