@@ -74,7 +74,6 @@ class RunCallbacks:
         called = [StrategyCallback, *filter(takes_part, (*reporters(args), *callbacks))]
         self.handler: Any = CallbackHandler(called, model, processing_class, None, None)
         self.before_hearing: Callable[[], None] = lambda: None
-        self.last_evaluation: tuple[int, Metrics] | None = None
         self._leads_node = leads_node
         self._log = log
         self._machine: Metrics = {}
@@ -91,6 +90,7 @@ class RunCallbacks:
         self.state = TrainerState(is_local_process_zero=self._leads_node, is_world_process_zero=self.run_log.writes)
         self.control = TrainerControl()
         self.progress = ProgressDisplay(shows=False, total=0, done=0)
+        self.last_evaluation: tuple[int, Metrics] | None = None
         self.begun = self.training = False
         self._sent: dict[str, int] = {}  # up to which step trackers have each value, from before a resumption
         self.best_step: int | None = None  # where the model has the weights of the best one
@@ -109,7 +109,7 @@ class RunCallbacks:
         state.num_train_epochs = count_epochs(self.args, parts.loader)
         state.train_batch_size = self.args.per_device_train_batch_size
         state.compute_steps(self.args, parts.total_steps)
-        self.intervals = {f"{kind}_steps": vars(state)[f"{kind}_steps"] for kind in ("logging", "eval", "save")}
+        self.intervals = {f"{kind}_steps": vars(state)[f"{kind}_steps"] for kind in ("logging", "eval", "save", "max")}
         handler.model, handler.optimizer, handler.lr_scheduler = parts.model, parts.optimizer.inner, parts.schedule
         handler.train_dataloader = train_dataloader
 

@@ -535,7 +535,7 @@ class Trainer:
         self._set_loss()
 
     def _set_loss(self) -> None:
-        self._loss = MicroBatchLoss(
+        loss = MicroBatchLoss(
             self.model,
             compute_loss_func=self.compute_loss_func,
             label_smoothing=self.args.label_smoothing_factor,
@@ -544,7 +544,8 @@ class Trainer:
             lazy=self.context.runtime.lazy,
             declared_by=self,
         )
-        self._find_override()
+        self._loss: MicroBatchLoss = self.__dict__.get("_loss", loss)  # the same one for a step in progress
+        self._loss.__dict__.update({**loss.__dict__, "override": self._loss.override})
 
     def _find_override(self) -> None:
         """Looks for a `compute_loss` of the user's, which a script may also give the class later."""

@@ -112,6 +112,9 @@ class TrainingLoop:
                 "on_loss_spike: a rollback leaves samples out, which an iterable dataset or a loader of the program's "
                 "own cannot; use warn"
             )
+        if follows_metric(parts.schedule) and self._args.best_metric_key is None:
+            name = type(parts.schedule).__name__
+            raise UsageError(f"metric_for_best_model: {name} follows a metric of evaluations; name it")
         self.stop_reason: str | None = None  # where the run was asked to stop from outside
 
     @property
@@ -260,7 +263,8 @@ class TrainingLoop:
         parts, callbacks, first, evaluating = self._parts, self._callbacks, self._step, self._unfinished is not None
         self._begin(restored)
         began = time.perf_counter()
-        with self._user_changes.beginning():
+        with self._user_changes.beginning("on_train_begin"):
+            self._seed(0, "on_train_begin")
             callbacks.train_begins()
         with noisy_embeddings(parts.model, self._args.neftune_noise_alpha):
             self._run(restored)
@@ -317,7 +321,8 @@ class TrainingLoop:
             if self._step < self._parts.total_steps:
                 self._stop_if_asked()
             while self._step < self._parts.total_steps and not self._callbacks.control.should_training_stop:
-                self._event("on_epoch_begin")
+                with self._user_changes.beginning("on_epoch_begin") if self._epoch_open else contextlib.nullcontext():
+                    self._event("on_epoch_begin")
                 self._epoch_open = True
                 if not self._callbacks.control.should_training_stop:
                     self._train_epoch()
@@ -408,9 +413,12 @@ class TrainingLoop:
     def _event(self, name: str) -> None:
         """Calls callbacks. What these draw, also from generators of their own, and what is called until the next such
         event, is of the seed, the step and the event alone: a resumed run draws it again."""
-        own = generators_kept_by(*self._callbacks.handler.callbacks)
-        seed_generators(self._parts.context.runtime, derive_seed(self._args.seed, self._step, name), own)
+        self._seed(self._step, name)
         self._callbacks.event(name)
+
+    def _seed(self, step: int, event: str) -> None:
+        own = generators_kept_by(*self._callbacks.handler.callbacks)
+        seed_generators(self._parts.context.runtime, derive_seed(self._args.seed, step, event), own)
 
     def _train_epoch(self) -> None:
         show_step(StepPlace(self._step + 1))
@@ -663,7 +671,7 @@ class TrainingLoop:
             self._callbacks.progress.line(f"{'saving' if self._args.async_save else 'saved'} checkpoint-{self._step}")
             if self._callbacks.hears("on_save"):
                 self._checkpointer.wait()  # a callback may read the checkpoint, or add files to it
-                with self._user_changes.watching(WRITTEN):
+                with self._user_changes.watching(WRITTEN, settings=True):
                     self._callbacks.event("on_save")
             else:
                 self._callbacks.event("on_save")

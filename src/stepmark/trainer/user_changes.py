@@ -4,14 +4,15 @@ set another weight decay is not called for that step again in a resumed run."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
+from stepmark.data.loader.own_state import LIBRARIES
 from stepmark.filesystem.printable import listed
-from stepmark.parallel.optimizer.named import NUMBERS
+from stepmark.parallel.optimizer.named import NUMBERS, to_python
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.components import TrainingComponents
 
@@ -85,23 +86,42 @@ class UserChanges:
                 setattr(self._datasets[owner], attribute, value)
 
     @contextmanager
-    def beginning(self) -> Iterator[None]:
-        """In the block, callbacks are told that training begins. What they change then was changed long ago where the
-        run is a resumed one, and maybe changed again since: it stays as it was restored. Collective."""
+    def beginning(self, event: str) -> Iterator[None]:
+        """In the block, callbacks are told that training or an epoch begins. What they change then was changed long ago
+        where the run is a resumed one, and maybe changed again since: it stays as it was restored. Collective."""
         if not self._restored:
             yield
             return
-        restored = self.state_dict()
-        with self.watching("written to in on_train_begin, which a resumed run calls again; do that at global_step 0"):
+        restored, state, groups = self.state_dict(), vars(self._run.state), self._optimizer.inner.param_groups
+        hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        intervals = {name: state[name] for name in self._run.intervals}
+        with self.watching(f"written to in {event}, which a resumed run calls again; do that in a step's event"):
             yield
         self.load_state_dict(restored)
+        state.update(intervals)
+        for group, values in zip(groups, hyperparameters, strict=True):
+            group.update(values)
 
     @contextmanager
-    def watching(self, what: str) -> Iterator[None]:
-        """Warns, with these words, of parameters that callbacks write to in the block."""
-        before = self._written()
+    def watching(self, what: str, *, settings: bool = False) -> Iterator[None]:
+        """Warns, with these words, of parameters that callbacks write to in the block, and of `settings` that they
+        change there."""
+        before = self._written() | (self._settings() if settings else {})
         yield
-        self._warn([name for name, state in self._written().items() if state != before[name]], what)
+        after = self._written() | (self._settings() if settings else {})
+        self._warn([name for name, state in after.items() if state != before.get(name)], what)
+
+    def _settings(self) -> dict[str, Any]:
+        """By name, what else a checkpoint has of user code."""
+        groups, state = self._optimizer.param_groups, vars(self._run.state)
+        given = {key for group in groups for key in group if key != "params"}
+        return {
+            **{f"{name}.requires_grad": flag for name, flag in self._flags().items()},
+            **{f"{key} of the optimizer": [to_python(each.get(key)) for each in groups] for key in given},
+            **{f"state.{name}": state[name] for name in self._run.intervals},
+            **self._of_datasets(),
+            "base_lrs": list(getattr(self._schedule, "base_lrs", ())),
+        }
 
     def check(self) -> None:
         """Warns, once of each kind, of what a checkpoint of this moment does not have."""
@@ -178,9 +198,21 @@ class UserChanges:
         if isinstance(value, nn.Module):
             inside = None if value is self._model else value.state_dict().values()
             return inside and [self._runtime.version(each) for each in inside if isinstance(each, Tensor)]
+        if not plain and not isinstance(value, Tensor):
+            kept = [each for each in _tensors_of(value) if not each.requires_grad]
+            return [(id(each), self._runtime.version(each)) for each in kept] or None
         if isinstance(value, Tensor):
             return None if value.requires_grad else (id(value), self._runtime.version(value))
         return len(value) if plain and type(value) is list else value if plain and type(value) in NUMBERS else None
+
+
+def _tensors_of(value: Any, depth: int = 2) -> list[Tensor]:
+    """Those of a list or dict of tensors, such as an average of the model, or of an object that has such."""
+    if isinstance(value, Mapping | list | tuple):
+        inside = list(value.values() if isinstance(value, Mapping) else value)
+        return [each for each in inside if isinstance(each, Tensor)] if isinstance([*inside, 0][0], Tensor) else []
+    own = {} if type(value).__module__.partition(".")[0] in LIBRARIES or not depth else getattr(value, "__dict__", {})
+    return [one for each in [*own.values()] for one in _tensors_of(each, depth - 1)]
 
 
 def _own_datasets(dataset: Any, name: str = "train_dataset") -> Iterator[tuple[str, Any]]:

@@ -84,7 +84,9 @@ def schedule_state(schedule: LRScheduler, kept: str | None = None) -> dict[str, 
 
 def _has_own_rates(schedule: LRScheduler) -> bool:
     """Whether a class of the user's computes rates in another way, from a state of its own perhaps."""
-    return getattr(type(schedule), "get_lr", None) is not LambdaLR.get_lr and not shows_rates(schedule)
+    kind = type(schedule)
+    derived = isinstance(schedule, LambdaLR) and kind is not LambdaLR
+    return derived or (getattr(kind, "get_lr", None) is not LambdaLR.get_lr and not shows_rates(schedule))
 
 
 def restore_schedule(schedule: LRScheduler, state: Mapping[str, Any], rates: list[float]) -> None:
@@ -138,7 +140,8 @@ def advance(schedule: LRScheduler, optimizer: NamedOptimizer | None = None) -> N
 
 def follows_metric(schedule: LRScheduler) -> bool:
     """Whether `schedule.step` takes a metric, like torch's ReduceLROnPlateau and transformers' GreedyLR."""
-    return "metrics" in _signature(type(schedule).step).parameters
+    metrics = _signature(type(schedule).step).parameters.get("metrics")
+    return metrics is not None and metrics.default is metrics.empty
 
 
 def shows_rates(schedule: LRScheduler) -> bool:

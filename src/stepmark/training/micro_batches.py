@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -233,9 +233,14 @@ class SequentialSchedule(MicroBatchSchedule):
             self.gradients.collect()
             return loss.detach()
 
-        with computing(micro_batch if counts else replace(micro_batch, rows=0)):
+        def passes_to_look_at(inputs: Any) -> Tensor:
+            loss = passes(inputs)
+            looking.enter_context(self.gradients.grads_changeable(last=last))
+            return loss
+
+        with computing(micro_batch if counts else replace(micro_batch, rows=0)), ExitStack() as looking:
             given = micro_batch.inputs
-            return passes(given) if self.around is None else self.around(given, weight.count, passes)
+            return passes(given) if self.around is None else self.around(given, weight.count, passes_to_look_at)
 
     def _turns(self, batch: StepBatch, hosted: Sequence[tuple[int, slice]]) -> list[tuple[int, int]]:
         """The passes of a step, in their order: the number of the logical rank in this process, and of its micro-batch.

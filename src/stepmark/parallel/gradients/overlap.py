@@ -28,6 +28,11 @@ _overlapping = weakref.WeakKeyDictionary()  # by axis: what sends while a backwa
 
 IN_FLIGHT = 4  # buckets sent at a time where nothing is computed meanwhile; each may need a buffer of its size
 
+CHANGED = (
+    "gradients were changed after the backward pass that last_backward() announced, which has sent them; change them "
+    "in on_pre_optimizer_step, in hooks of the parameters (register_hook), or leave out last_backward()"
+)
+
 
 class OverlappedReduction:
     """Sends each bucket's sums once a step, overlapped with one backward pass from `last_backward` on, to `finish`.
@@ -97,10 +102,7 @@ class OverlappedReduction:
     def check_unchanged(self) -> None:
         """Raises UsageError where gradients were changed after they were sent, which would have no effect."""
         if any(self._sums.flat[number]._version != version for number, version in self._sent_versions.items()):
-            raise UsageError(
-                "gradients were changed after the backward pass that last_backward() announced, which has sent them; "
-                "change them in hooks of the parameters (register_hook), or leave out last_backward()"
-            )
+            raise UsageError(CHANGED)
 
     def finish(self) -> list[Tensor]:
         """What this rank gets, one tensor per bucket; sends the rest, as of parameters without a gradient."""

@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepmark.errors import UsageError
 from stepmark.parallel.gradients.accumulators import BucketAccumulator, ParameterAccumulator, ShardAccumulator
 from stepmark.parallel.gradients.arithmetic import add_partial_of_buckets
 from stepmark.parallel.gradients.exchange import AllReduce, ReducedShards
-from stepmark.parallel.gradients.overlap import OverlappedReduction
+from stepmark.parallel.gradients.overlap import CHANGED, OverlappedReduction
 from stepmark.parallel.gradients.reduced import ReducedGradients, expose_grads
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
@@ -136,6 +137,21 @@ class GradientReducer:
         take = expose_grads(list(zip(self.sums.parameters, self.sums.tensors(), strict=True)))
         yield
         self.sums.replace(take())
+
+    @contextmanager
+    def grads_changeable(self, *, last: bool) -> Iterator[None]:
+        """Inside the block, after a backward pass, what is changed of `parameter.grad` counts. Where the `last` one has
+        sent them by then, it raises UsageError. Lazy devices show what the pass has made."""
+        if self._mesh.runtime.lazy:
+            yield
+        elif not last or self._overlap is None:
+            with self.grads_exposed_so_far():
+                yield
+        else:
+            before = [parameter.grad for parameter in self.sums.parameters]
+            yield
+            if any(each.grad is not grad for each, grad in zip(self.sums.parameters, before, strict=True)):
+                raise UsageError(CHANGED)
 
     def settle(self) -> None:
         """Raises UsageError where ranks have called other layers in the last step. Waits for the device."""
