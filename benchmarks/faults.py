@@ -50,15 +50,7 @@ from keeping import keep, machine
 from survival import SILENCE, Contestant, folder_for, last_line, versions
 
 PROGRAM = Path(__file__).with_name("faults_contestants.py")
-NAMES = (
-    "Stepmark, memory",
-    "Stepmark",
-    "transformers",
-    "DCP save",
-    "DCP async_save",
-    "Stepmark dcp",
-    "torchft",
-)
+NAMES = ("Stepmark, memory", "Stepmark", "transformers", "DCP save", "DCP async_save", "Stepmark dcp", "torchft")
 PACKAGES = ("transformers", "accelerate", "torchft")
 RANKS = 2
 WEIGHTS = "weights.pt"

@@ -34,13 +34,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from keeping import add_arguments, machine, on_ranks  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-from torch.distributed.pipelining import (  # noqa: E402
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    stage,
-)
+from torch.distributed import pipelining  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from stepmark import DataLoader, Mesh, parallelize  # noqa: E402
@@ -56,7 +50,7 @@ from stepmark.training.step import TrainStep  # noqa: E402
 from stepmark.training.weighted_loss import MicroBatchLoss  # noqa: E402
 
 logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
-stage._PipelineStageBase._get_init_p2p_neighbors_ops = lambda self: []  # type: ignore[method-assign]
+pipelining.stage._PipelineStageBase._get_init_p2p_neighbors_ops = lambda self: []  # type: ignore[method-assign]
 
 LENGTH, VOCABULARY, LAYERS = 32, 256, 8
 SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)]
@@ -132,16 +126,16 @@ def torch_schedule(model: Any, mesh: Mesh, kind: str, batch: StepBatch) -> Calla
     stages = staged(model)
     assert stages is not None
     count, device = stages.plan.stages, torch.device("cpu")
-    made = [PipelineStage(StageOfTorch(stages, number), number, count, device) for number in stages.own]
+    made = [pipelining.PipelineStage(StageOfTorch(stages, number), number, count, device) for number in stages.own]
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return output / len(batch)
 
     schedule: Any
     if kind == "interleaved":
-        schedule = ScheduleInterleaved1F1B(made, len(batch), loss_fn=loss, scale_grads=False)
+        schedule = pipelining.ScheduleInterleaved1F1B(made, len(batch), loss_fn=loss, scale_grads=False)
     else:
-        classes: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+        classes: dict[str, Any] = {"1f1b": pipelining.Schedule1F1B, "gpipe": pipelining.ScheduleGPipe}
         schedule = classes[kind](made[0], len(batch), loss_fn=loss, scale_grads=False)
     inputs = [dict(each.inputs) for each in batch.micro_batches]
 

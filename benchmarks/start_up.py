@@ -113,11 +113,7 @@ class AfterImport:
 
 sys.meta_path.insert(0, AfterImport())
 """
-NEW = {
-    "config_name": "gpt2",
-    "config_overrides": {"n_layer": 2, "n_embd": 64, "n_head": 2},
-    "tokenizer_name": "bytes",
-}
+NEW = {"config_name": "gpt2", "config_overrides": {"n_layer": 2, "n_embd": 64, "n_head": 2}, "tokenizer_name": "bytes"}
 DATA = ("new", "cached")
 
 

@@ -231,13 +231,7 @@ def _in_float64(model: Any) -> Any:
 
 
 def _compare(
-    model: Any,
-    halves: list[Any],
-    plan: dict[str, str],
-    form: str,
-    lengths: tuple[int, int],
-    *,
-    sequence: bool,
+    model: Any, halves: list[Any], plan: dict[str, str], form: str, lengths: tuple[int, int], *, sequence: bool
 ) -> str:
     tokens = torch.randint(3, SMALL["vocab_size"], (2, TOKENS), generator=torch.Generator().manual_seed(0))
     batches, shares = [tokens] * RANKS, [1.0]

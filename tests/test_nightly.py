@@ -20,8 +20,7 @@ def test_every_line_names_a_test(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cases", "nightly"),
-    [(None, []), ("all", ["a", "b"]), ({"only": ["a"]}, ["a"]), ({"all_but": ["a"]}, ["b"])],
+    ("cases", "nightly"), [(None, []), ("all", ["a", "b"]), ({"only": ["a"]}, ["a"]), ({"all_but": ["a"]}, ["b"])]
 )
 def test_cases_are_named_or_left_out(cases: Any, nightly: list[str]) -> None:
     assert [case for case in ("a", "b") if is_nightly(cases, case)] == nightly

@@ -137,11 +137,7 @@ def test_the_checkpoint_before_a_damaged_one_is_restored(
 
 
 def test_the_checkpoint_before_one_that_is_deleted_meanwhile_is_taken(
-    bucket: Bucket,
-    proxy: Proxy,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    bucket: Bucket, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Checkpointer(bucket.url) as checkpointer:
         for step in (1, 2):

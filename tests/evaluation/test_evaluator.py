@@ -81,12 +81,7 @@ def on_ranks() -> dict[str, Any]:
     batches = loader(Blocks(7, seed=3), 2, rank=axis.rank, world_size=axis.size)
     found = Evaluator(model, MicroBatchLoss(model), mesh)(batches, gather=True)
     assert found.rows.predictions.shape == (7, 16, VOCABULARY)
-    return {
-        "loss": found.loss,
-        "tokens": found.tokens,
-        "samples": found.samples,
-        "labels": found.rows.labels.tolist(),
-    }
+    return {"loss": found.loss, "tokens": found.tokens, "samples": found.samples, "labels": found.rows.labels.tolist()}
 
 
 def test_predictions_are_in_the_order_of_the_samples() -> None:

@@ -69,14 +69,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    ("form", "options"),
-    [
-        ("dcp", {}),
-        ("dcp", {"titan": True}),
-        ("hf-trainer", {}),
-    ],
-)
+@pytest.mark.parametrize(("form", "options"), [("dcp", {}), ("dcp", {"titan": True}), ("hf-trainer", {})])
 def test_what_goes_out_comes_back(own: Path, form: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Out, and in again through the importer."""
     export_checkpoint(own, tmp_path / "out", form, **options)
@@ -90,10 +83,7 @@ def test_what_goes_out_comes_back(own: Path, form: str, options: dict[str, Any],
         assert again["optimizer"]["groups"]["0"] == mine["optimizer"]["groups"]["0"]
 
 
-@pytest.mark.parametrize(
-    ("form", "options"),
-    [("dcp", {}), ("hf-trainer", {})],
-)
+@pytest.mark.parametrize(("form", "options"), [("dcp", {}), ("hf-trainer", {})])
 def test_one_group_comes_back_by_its_names(form: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Where the tools themselves make two, numbers alone would be those of an unknown order."""
     source = tmp_path / "model.pt"

@@ -413,11 +413,7 @@ def test_sizes() -> None:
 def test_shards_are_full_and_a_large_tensor_is_alone() -> None:
     tensors = {str(n): GlobalTensor(str(n), "F32", (size,), ()) for n, size in enumerate([25, 25, 200, 10, 15, 25])}
     shards = split_into_files(tensors, "safetensors", 200)
-    assert [list(part) for part in shards.values()] == [
-        ["0", "1"],
-        ["2"],
-        ["3", "4", "5"],
-    ]
+    assert [list(part) for part in shards.values()] == [["0", "1"], ["2"], ["3", "4", "5"]]
 
 
 def test_it_needs_no_torch_for_safetensors(saved: Path, tmp_path: Path) -> None:

@@ -150,11 +150,7 @@ class ForkedRank:
     """The part of subprocess.Popen that the supervisor uses."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        start_new_session: bool,
-        pass_fds: tuple[int, ...] = (),
+        self, command: Sequence[str], env: Mapping[str, str], start_new_session: bool, pass_fds: tuple[int, ...] = ()
     ) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()

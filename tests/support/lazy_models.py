@@ -70,12 +70,7 @@ def picture(generator: torch.Generator, index: int) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.rand(3, 16, 16, generator=generator), "labels": torch.tensor(index % 2)}
 
 
-NARROW: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+NARROW: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 OTHERS: dict[str, tuple[Callable[[], Any], Any]] = {  # beside causal language models: the model and its samples
     "bert, masked tokens": (lambda: BertForMaskedLM(BertConfig(**NARROW, vocab_size=VOCABULARY)), padded),
     "bert, no mask given": (lambda: BertForMaskedLM(BertConfig(**NARROW, vocab_size=VOCABULARY)), packed),

@@ -122,12 +122,7 @@ class SignalAt(TrainerCallback):
     """Sends signals to this process at an event, once `step` steps are done, and then blocks for `block` seconds."""
 
     def __init__(
-        self,
-        event: str,
-        step: int,
-        ranks: list[int],
-        numbers: Sequence[int] = (signal.SIGTERM,),
-        block: float = 0.0,
+        self, event: str, step: int, ranks: list[int], numbers: Sequence[int] = (signal.SIGTERM,), block: float = 0.0
     ) -> None:
         self.step, self.ranks, self.numbers, self.block = step, ranks, numbers, block
         setattr(self, event, self.send)

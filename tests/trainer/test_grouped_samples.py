@@ -80,10 +80,7 @@ def test_lengths_are_grouped_by_a_column_that_the_model_does_not_take(tmp_path: 
 def run(folder: str, batch: int) -> dict[str, Any]:
     made = trainer(folder, per_device_train_batch_size=batch)
     made.train()
-    return {
-        "weights": checksum(made),
-        "losses": [log["loss"] for log in made.state.log_history if "loss" in log],
-    }
+    return {"weights": checksum(made), "losses": [log["loss"] for log in made.state.log_history if "loss" in log]}
 
 
 def test_two_ranks_take_the_steps_of_one(ranks: Ranks, tmp_path: Path) -> None:

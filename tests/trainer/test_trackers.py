@@ -134,12 +134,7 @@ def trackio_runs(root: Path) -> dict[str, dict[str, list[int]]]:
 
 @pytest.mark.parametrize(
     ("tracker", "read"),
-    [
-        ("tensorboard", tensorboard_runs),
-        ("wandb", wandb_runs),
-        ("mlflow", mlflow_runs),
-        ("trackio", trackio_runs),
-    ],
+    [("tensorboard", tensorboard_runs), ("wandb", wandb_runs), ("mlflow", mlflow_runs), ("trackio", trackio_runs)],
 )
 def test_a_tracker_has_one_run_and_every_step_once(tmp_path: Path, ranks: Ranks, tracker: str, read: Read) -> None:
     """A process is killed in step 7, whose log it has sent; the next goes on after step 4, with other batches."""

@@ -301,12 +301,7 @@ def test_a_script_prints_and_saves_metrics(tmp_path: Path, capsys: pytest.Captur
 def test_a_process_may_train_again_where_it_has_finished_a_run(tmp_path: Path) -> None:
     def train_again() -> Trainer:
         args = TrainingArguments(
-            output_dir=str(tmp_path),
-            device="cpu",
-            max_steps=2,
-            save_steps=2,
-            logging_steps=1,
-            disable_tqdm=True,
+            output_dir=str(tmp_path), device="cpu", max_steps=2, save_steps=2, logging_steps=1, disable_tqdm=True
         )
         made = Trainer(tiny_model(), args, train_dataset=Blocks(8))
         made.train()

@@ -29,6 +29,7 @@ from stepmark.checkpoint.format.checkpoint_folders import (
     checkpoints,
     checkpoints_to_restore,
     resolve_link,
+    step_of,
     temporary_path,
 )
 from stepmark.checkpoint.format.integrity import what_is_wrong
@@ -59,6 +60,7 @@ from stepmark.filesystem.cache_folder import working_folder
 from stepmark.filesystem.json_values import decode_plain
 from stepmark.filesystem.local_paths import address_of
 from stepmark.filesystem.objects import Bucket
+from stepmark.filesystem.printable import listed
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.process_exit import end_process
@@ -355,6 +357,11 @@ class Checkpointer:
             CheckpointBusy: Another live run owns the folder.
         """
         restored = self.restore_from(state, checkpoint, accept=accept)
+        if restored is not None and checkpoint is not None and self._group.rank == 0:
+            later = [each.name for each in checkpoints(self.folder) if (step_of(each) or 0) > restored.step]
+            if later:
+                told = "%s has checkpoints of later steps, from which a restart goes on: delete %s"
+                logger.warning(told, self.folder, listed(later, 3))
         return None if restored is None else restored.step
 
     def restore_from(

@@ -54,6 +54,7 @@ MEMORY = FILES * 2 * IN_FLIGHT * PART  # bytes that this takes, at most
 _BESIDE = ".stepmark/beside.json"  # the names of what the owner has put beside checkpoints
 _NAME = r"[0-9a-f]+-\d{6,}|[0-9a-f]{16}"  # of a save, as run_ownership and the Checkpointer choose it
 _SAVE = re.compile(rf"({_NAME})\Z")
+ANOTHER = "{}/checkpoint-{} is another checkpoint of that step; delete it, or name another destination"
 _OF_SAVE = re.compile(rf"checkpoint-\d+/(?:(?:{LEFT}|{DAMAGED})-)?({_NAME})(\.json\Z|/)")
 
 
@@ -456,10 +457,14 @@ def manifest_of(place: Place, step: int) -> tuple[bytes, Manifest]:
 
 
 def check_same_run(source: Place, destination: Place, steps: list[int]) -> None:
-    """Raises CheckpointError where the destination has checkpoints of another run; those of one step are compared when
-    it is their turn."""
+    """Raises CheckpointError where the destination has checkpoints of another run, or another one of the same step."""
     there = destination.steps()
-    if not there or not steps or {*there} & {*steps}:
+    common = {*there} & {*steps}
+    for step in sorted(common):  # before anything is copied
+        with suppress(CheckpointNotFound, FileNotFoundError):
+            if source.manifest(step) != destination.manifest(step):
+                raise CheckpointError(ANOTHER.format(destination.address, step))
+    if not there or not steps or common:
         return
     own, other = (manifest_of(place, step)[1].identity for place, step in ((source, steps[0]), (destination, there[0])))
     if own and other and own != other:
@@ -488,10 +493,7 @@ def copy_checkpoint(
     if there == data:
         return Copied(step, count, 0)
     if there is not None and not replaces:
-        raise CheckpointError(
-            f"{destination.address}/checkpoint-{step} is another checkpoint of that step; delete it, or name another "
-            "destination"
-        )
+        raise CheckpointError(ANOTHER.format(destination.address, step))
     holds = destination.prepare(manifest)
     missing = [entry for entry in manifest.files if not holds(entry)]
     total = sum(entry.size for entry in missing) + sum(each.size for each in unlisted.values())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from stepmark.checkpoint.format.dtypes import dtype_name
@@ -91,6 +92,8 @@ class Section:
             problem = "has a name that tensor files use themselves; give it another name"
         elif dtype is None or tensor.layout != torch.strided or tensor.is_quantized:
             problem = f"is {tensor.dtype}, {tensor.layout}, which cannot be stored; convert it first"
+        elif is_traceable_wrapper_subclass(tensor):
+            problem = f"is a {type(tensor).__name__}, which is made of other tensors; save these"
         elif tensor.is_meta:
             problem = "is on the meta device and has no values; materialize it before saving"
         elif name in self.entries:
@@ -236,8 +239,8 @@ def kept_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _describe_other(name: str, value: Any, modules: Mapping[str, nn.Module]) -> Section:
-    value = getattr(value, "named_optimizer", value)
-    held = getattr(value, "held_names", None)
+    value = value if isinstance(value, Mapping) else getattr(value, "named_optimizer", value)  # some have any name
+    held = None if isinstance(value, Mapping) else getattr(value, "held_names", None)
     if held is not None or (isinstance(value, torch.optim.Optimizer) and not hasattr(value, "named_state")):
         inner, names = (value, parameter_names(modules)) if held is None else (value.inner, held)
         section = Section(name, "optimizer", f"{OPTIMIZER}/{name}", inner, names=names)

@@ -60,7 +60,7 @@ def recipe_of(parsed: argparse.Namespace) -> Recipe:
         values = value if isinstance(value, list) else [value]
         if parsed.recipe is None and (is_switch(name) or values[1:]) and values[-1].endswith((".yaml", ".yml")):
             *values, parsed.recipe = values
-        elements = (each if each.isdecimal() else json.dumps(each) for each in values)
+        elements = (each if each.isdecimal() else json.dumps(each, ensure_ascii=False) for each in values)
         given[name] = f"[{', '.join(elements)}]" if values[1:] else [*values, "true"][0]
     recipe = read_recipe(parsed.recipe, given)
     console.install(recipe.training.log_format, launcher=getattr(parsed, "nproc", None) is not None)

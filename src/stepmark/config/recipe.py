@@ -162,11 +162,7 @@ def recipe_schema() -> dict[str, Any]:
     weight = {"type": "number", "exclusiveMinimum": 0, "description": "Share of the samples, relative to the others'."}
     source = {WEIGHT: weight, **{name: fields[name] for name in SOURCE_FIELDS}}
     fields["dataset_mixture"]["items"] = {**_object(source), "required": [WEIGHT]}
-    return {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "title": "Stepmark recipe",
-        **_object(fields),
-    }
+    return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Stepmark recipe", **_object(fields)}
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
@@ -244,6 +240,8 @@ def _read_flags(flags: Mapping[str, str]) -> dict[str, Any]:
         except ValueError as error:
             if str not in accepted:
                 raise UsageError(f"{name}: cannot read {text!r}: {error}") from error
+            value = text
+        if value is None and text.strip().lower() not in ("", "~", "null"):  # a comment, or an anchor
             value = text
         keeps_text = str in accepted and not any(isinstance(value, kind) for kind in accepted if kind is not str)
         values[name] = text if keeps_text else value

@@ -44,12 +44,7 @@ class Consolidated:
 
 
 def consolidate(
-    source: Path,
-    out: Path,
-    form: str,
-    max_shard_size: int,
-    listener: WritingListener,
-    merge: str | None = None,
+    source: Path, out: Path, form: str, max_shard_size: int, listener: WritingListener, merge: str | None = None
 ) -> Consolidated:
     """Writes the model of a checkpoint as a plain Hugging Face folder; an adapter as peft's.
 
@@ -103,12 +98,7 @@ def _newest_save_of(checkpoint: Path, write: Callable[[Path], Consolidated]) -> 
 
 
 def _consolidate_one(
-    checkpoint: Path,
-    final: Path,
-    form: str,
-    max_size: int,
-    listener: WritingListener,
-    merge: str | None,
+    checkpoint: Path, final: Path, form: str, max_size: int, listener: WritingListener, merge: str | None
 ) -> Consolidated:
     manifest = read_manifest(checkpoint)
     group = model_group(checkpoint, manifest)

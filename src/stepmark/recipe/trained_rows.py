@@ -40,6 +40,8 @@ class RunRows:
         self._folder, self._trusts_code = folder, trusts_code
         records = [line for line in read_lines(folder / EVENTS) if line.get("event") == POSITION]
         self._records = [line for line in records if attempt is None or line["attempt"] <= attempt]
+        if attempt is not None and records and not 0 <= attempt <= (last := max(line["attempt"] for line in records)):
+            raise UsageError(f"attempt: {attempt} was never made; name one from 0 to {last}")
         if not self._records:
             raise UsageError(
                 f"{folder / EVENTS}: has no event `{POSITION}`, which says what order the samples had: no run has "

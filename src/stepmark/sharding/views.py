@@ -48,7 +48,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     """The bytes of its values in row-major order, of which every backend can send and compare some."""
     import torch
 
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def is_row_major(tensor: Tensor) -> bool:

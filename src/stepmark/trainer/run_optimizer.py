@@ -16,10 +16,7 @@ from stepmark.training.optimizer import build_optimizer, check_step, decays_by_d
 
 
 def step_optimizer(
-    model: nn.Module,
-    args: TrainingFields,
-    mesh: Mesh,
-    given: torch.optim.Optimizer | None = None,
+    model: nn.Module, args: TrainingFields, mesh: Mesh, given: torch.optim.Optimizer | None = None
 ) -> NamedOptimizer:
     """The optimizer that a step needs: around `given`, or the one that the arguments name."""
     stages = staged(model)

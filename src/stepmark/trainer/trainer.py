@@ -796,11 +796,7 @@ class Trainer:
         return PredictionOutput(found.predictions, found.label_ids, found.metrics)
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """Evaluates one batch. A subclass may override it.
 

@@ -307,8 +307,9 @@ class TrainingLoop:
         self._record_position()
         while (spike := self._train_to_the_end()) is not None:
             self._roll_back(*spike)
-        self._snapshots.wait()
-        self._checkpointer.wait()
+        with self._monitor.timers.within("save"):
+            self._snapshots.wait()
+            self._checkpointer.wait()
         self._monitor.saves.close()
         if self._preemption is not None:  # another rank may still wait for an answer of this one's thread
             self._parts.context.host.barrier()
@@ -772,7 +773,8 @@ class TrainingLoop:
         in_time = not saves or preemption.may_save()
         if saves and in_time:
             self._save()
-        self._checkpointer.wait()
+        with self._monitor.timers.within("save"):
+            self._checkpointer.wait()
         self._monitor.saves.close()
         if not in_time:
             raise RunInterrupted(f"{preemption.signal_name}: there was no time for a save; the last checkpoint stands")

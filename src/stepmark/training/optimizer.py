@@ -172,11 +172,7 @@ def build_optimizer(
 
 
 def wrap_optimizer(
-    given: torch.optim.Optimizer,
-    names: Mapping[nn.Parameter, str],
-    mesh: Mesh,
-    *,
-    bucket_elements: int | None = None,
+    given: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], mesh: Mesh, *, bucket_elements: int | None = None
 ) -> NamedOptimizer:
     """The step's optimizer around one that the user created over the model's parameters; `names` are the model's.
     `bucket_elements`: see `build_optimizer`. Collective.

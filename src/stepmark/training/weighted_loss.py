@@ -225,8 +225,9 @@ class MicroBatchLoss:
                 if self.labels.by_sample:
                     raise UsageError("label_smoothing_factor: the smoothed loss is no mean over samples; set it to 0")
                 outputs = self._call_without_labels(model, inputs, inputs)
-                logits, labels = logits_of(outputs), inputs["labels"]
-                loss = smoothed_cross_entropy(logits, labels, self._smoothing, self.causal_shift)
+                shifted = inputs.get("shift_labels")  # by the collator
+                labels, shifts = (inputs["labels"], self.causal_shift) if shifted is None else (shifted, False)
+                loss = smoothed_cross_entropy(logits_of(outputs), labels, self._smoothing, shifts)
                 return loss / weight.divisor, outputs
             given = with_targets(self.labels, inputs, count)
             items = {"num_items_in_batch": count.clamp(min=1)} if self._names_items else {}

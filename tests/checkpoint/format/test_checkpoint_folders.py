@@ -86,11 +86,7 @@ def test_a_folder_that_is_removed_under_a_run_is_said_to_be_gone(tmp_path: Path)
 
 def test_a_run_that_was_taken_for_dead_commits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It slept in the middle of a save for so long that another run has taken the folder over."""
-    write_manifest, sleeper, other = (
-        Commit.write_manifest,
-        Checkpointer(tmp_path),
-        Checkpointer(tmp_path),
-    )
+    write_manifest, sleeper, other = (Commit.write_manifest, Checkpointer(tmp_path), Checkpointer(tmp_path))
 
     def sleep(self: Commit, *arguments: Any) -> int:
         size = write_manifest(self, *arguments)

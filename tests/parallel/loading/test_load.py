@@ -35,11 +35,7 @@ from stepmark.errors import (
     StepmarkError,
     UsageError,
 )
-from stepmark.parallel.loading.load import (
-    ModelFactory,
-    load_for_parallelism,
-    patched_constructors,
-)
+from stepmark.parallel.loading.load import ModelFactory, load_for_parallelism, patched_constructors
 from stepmark.parallel.loading.tensor_source import open_folder
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.module_placement import replace

@@ -46,14 +46,7 @@ def walk(make: Callable[..., torch.optim.Optimizer], options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"amsgrad": True},
-        {"betas": (0.5, 0.9), "eps": 1e-3},
-        {"maximize": True},
-        {"betas": (0.0, 0.99)},
-    ],
+    "options", [{}, {"amsgrad": True}, {"betas": (0.5, 0.9), "eps": 1e-3}, {"maximize": True}, {"betas": (0.0, 0.99)}]
 )
 def test_lazy_adamw_is_torchs(options: dict[str, Any]) -> None:
     assert rate(35) == rate(STEPS - 1) == 0.0

@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.errors import UsageError

@@ -31,12 +31,7 @@ FORMS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero_1, masters": (2, {"zero_1": True, "dtype": "bfloat16", "reduce_dtype": "float32"}),
     "zero_1, twice": (2, {"zero_1": True, "gradient_accumulation_steps": 2}),
 }
-LAZY = {
-    "one rank": (1, {}),
-    "masters": (1, {"dtype": "bfloat16"}),
-    "zero_1": (2, {"zero_1": True}),
-    "dp": (2, {}),
-}
+LAZY = {"one rank": (1, {}), "masters": (1, {"dtype": "bfloat16"}), "zero_1": (2, {"zero_1": True}), "dp": (2, {})}
 
 
 class Branches(nn.Module):

@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepmark.errors import UsageError
-from stepmark.parallel.tensor.plans import (
-    Placement,
-    Style,
-    parse_style,
-    plan_of,
-    shard,
-    shard_vocabulary,
-)
+from stepmark.parallel.tensor.plans import Placement, Style, parse_style, plan_of, shard, shard_vocabulary
 from stepmark.sharding.views import local_shard
 from tests.support.models import EXPERTS, build
 

@@ -69,11 +69,7 @@ def test_variables_that_narrow_tensors_fail_on_xla_only(monkeypatch: pytest.Monk
     found = {"XLA_USE_BF16": "1", "PJRT_DEVICE": "CPU", "CUDA_LAUNCH_BLOCKING": "1", "XLA_DOWNCAST_BF16": "0"}
     monkeypatch.setattr(os, "environ", found)
     on_xla = statuses(list(look_at_variables("xla")))
-    assert on_xla == {
-        "PJRT_DEVICE": Status.OK,
-        "XLA_USE_BF16": Status.FAILURE,
-        "CUDA_LAUNCH_BLOCKING": Status.WARNING,
-    }
+    assert on_xla == {"PJRT_DEVICE": Status.OK, "XLA_USE_BF16": Status.FAILURE, "CUDA_LAUNCH_BLOCKING": Status.WARNING}
     assert statuses(list(look_at_variables("cpu")))["XLA_USE_BF16"] == Status.WARNING
 
 

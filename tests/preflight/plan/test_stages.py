@@ -87,11 +87,7 @@ def test_layers_of_deep_stages_are_extrapolated(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.prove
 def test_the_ranks_that_are_left_out_need_less() -> None:
-    found = setup(
-        LlamaConfig(num_hidden_layers=9, **SMALL),
-        pipeline_parallel_size=4,
-        pipeline_layers=[2, 2, 3, 2],
-    )
+    found = setup(LlamaConfig(num_hidden_layers=9, **SMALL), pipeline_parallel_size=4, pipeline_layers=[2, 2, 3, 2])
     everywhere = peaks(found)
     traced = trace_stages(found, every=False)
     assert [stage.rank for stage in traced] == [0, 1, 2, 3]

@@ -14,10 +14,7 @@ from tests.support.ranks import Ranks
 
 HERE = "tests.preflight.precompile.test_collective_order"
 LAYERS = {"llama": "num_hidden_layers", "gpt2": "n_layer"}
-MESHES: dict[str, tuple[int, dict[str, Any]]] = {
-    "all_reduce": (2, {}),
-    "reduce_scatter": (2, {"zero_1": True}),
-}
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {"all_reduce": (2, {}), "reduce_scatter": (2, {"zero_1": True})}
 _ASSIGNMENT = re.compile(r'\s*(%\w+)(?::\d+)? = "?([\w.]+)"?(.*)')
 pytestmark = pytest.mark.xla
 

@@ -36,7 +36,7 @@ QWEN3_PIPELINE = {
 INTERLEAVED = {"pipeline_schedule": "interleaved", "pipeline_chunks": 2}
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "two ranks, ZeRO-1": (2, {"zero_1": True, "gradient_accumulation_steps": 2, **EVALUATED}),
+    "two ranks, ZeRO-1": (2, {"zero_1": True, "gradient_accumulation_steps": 2, **EVALUATED})
 }
 MORE: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),

@@ -41,13 +41,7 @@ class DrillProcess:
     `more` is run as each Python process starts."""
 
     def __init__(
-        self,
-        folder: Path,
-        *arguments: str,
-        resumed: str = "",
-        more: str = "",
-        launcher: bool = False,
-        **fields: Any,
+        self, folder: Path, *arguments: str, resumed: str = "", more: str = "", launcher: bool = False, **fields: Any
     ) -> None:
         recipe = write_recipe(folder, max_steps=1000, **fields)
         (folder / "brake").touch()

@@ -41,18 +41,10 @@ def test_a_model_on_the_meta_device(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
-        (
-            {"kind": "llama", "num_key_value_heads": 4},
-            {"plan": {"model.nothing": "colwise"}},
-            "model.nothing",
-        ),
+        ({"kind": "llama", "num_key_value_heads": 4}, {"plan": {"model.nothing": "colwise"}}, "model.nothing"),
         ({"kind": "llama"}, {"plan": {"model.layers.*.mlp.up_proj": "moe_tp_experts"}}, "moe_tp_experts"),
         ({"kind": "llama"}, {"plan": {"model.layers.*.input_layernorm": "colwise"}}, "RMSNorm"),
-        (
-            {"kind": "llama", "num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24},
-            {},
-            "3 heads",
-        ),
+        ({"kind": "llama", "num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}, {}, "3 heads"),
         ({"kind": "gpt2", "n_inner": 5}, {}, "c_fc"),
         (
             {"kind": "llama"},

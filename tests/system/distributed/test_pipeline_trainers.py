@@ -66,16 +66,10 @@ MORE: dict[str, Case] = {
         {"model": model("llama"), "max_steps": -1, "num_train_epochs": 2, **EVALUATING, "eval_strategy": "epoch"},
         INTERLEAVED,
     ),
-    "a last stage that is frozen": (
-        {"model": model("llama"), "frozen": r"norm|lm_head|layers\.[23]\."},
-        HALVES,
-    ),
+    "a last stage that is frozen": ({"model": model("llama"), "frozen": r"norm|lm_head|layers\.[23]\."}, HALVES),
     "a tied table that is frozen": ({"model": model("gpt2"), "frozen": "wte"}, TWO),
     "one layer that is trained": ({"model": model("gpt2"), "frozen": r"^(?!.*h\.0\.)"}, INTERLEAVED),
-    "frozen and recomputed": (
-        {"model": model("llama"), "frozen": FROZEN_START, "gradient_checkpointing": True},
-        TWO,
-    ),
+    "frozen and recomputed": ({"model": model("llama"), "frozen": FROZEN_START, "gradient_checkpointing": True}, TWO),
     "SGD": ({"model": model("gpt2"), "optim": "sgd", "optim_args": "momentum=0.9"}, TWO),
     "metrics by batch": ({"model": model("llama"), "prediction_loss_only": True, **EVALUATING}, INTERLEAVED),
     "losses and inputs for metrics": (

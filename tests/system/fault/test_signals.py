@@ -247,9 +247,7 @@ def test_a_signal_to_a_whole_job(tmp_path: Path, launcher: str, workers: int, nu
     with subprocess.Popen(job, cwd=tmp_path, text=True, **given) as run:
         works = partial(processor_seconds, STEPMARK_CACHE=given["env"]["STEPMARK_CACHE"])
         wait_until(
-            lambda: run.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 2),
-            120,
-            works,
+            lambda: run.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 2), 120, works
         )
         os.killpg(run.pid, number) if launcher == "one" else run.send_signal(number)
         told = run.communicate(timeout=120)[1]

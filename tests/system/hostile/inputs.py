@@ -590,13 +590,7 @@ BOUNDS = (
         "evaluate-model import train-model",
         "config.json",
     ),
-    Input(
-        "tokenizer-of-a-model-is-a-pipe",
-        (pipe("model/tokenizer.json"),),
-        "",
-        "evaluate-model",
-        "tokenizer",
-    ),
+    Input("tokenizer-of-a-model-is-a-pipe", (pipe("model/tokenizer.json"),), "", "evaluate-model", "tokenizer"),
     Input("tokenizer-of-a-model-is-sparse", (sparse("model/tokenizer.json"),), "", "evaluate-model", "tokenizer"),
     Input(
         "weights-of-a-model-are-a-pipe", (pipe("model/model.safetensors"),), "", "evaluate-model import inspect-model"
@@ -1046,18 +1040,8 @@ VALUES = (
 # Models that cannot be
 
 MODELS = (
-    Input(
-        "width-of-10-to-the-9",
-        (config(n_embd=10**9),),
-        no="evaluate evaluate-model import",
-        says="config.json",
-    ),
-    Input(
-        "depth-of-10-to-the-6",
-        (config(n_layer=10**6),),
-        no="evaluate evaluate-model",
-        says="config.json",
-    ),
+    Input("width-of-10-to-the-9", (config(n_embd=10**9),), no="evaluate evaluate-model import", says="config.json"),
+    Input("depth-of-10-to-the-6", (config(n_layer=10**6),), no="evaluate evaluate-model", says="config.json"),
     Input("vocabulary-of-10-to-the-12", (config(vocab_size=10**12),), no="evaluate evaluate-model", says="config.json"),
     Input("positions-of-10-to-the-12", (config(n_positions=10**12),), no="evaluate evaluate-model", says="config.json"),
     Input("heads-of-none", (config(n_head=0),), no="evaluate evaluate-model", says="config.json"),
@@ -1069,10 +1053,7 @@ MODELS = (
         says="config.json",
     ),
     Input(
-        "unknown-activation",
-        (config(activation_function="no_such"),),
-        no="evaluate evaluate-model",
-        says="config.json",
+        "unknown-activation", (config(activation_function="no_such"),), no="evaluate evaluate-model", says="config.json"
     ),
     Input(
         "class-that-is-no-model",

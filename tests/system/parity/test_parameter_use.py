@@ -136,11 +136,7 @@ class Data(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         chosen = index % 2 == 1 and not 8 <= index < 12
-        return {
-            "features": self.features[index],
-            "chosen": torch.tensor(chosen),
-            "labels": self.features[index].sum(),
-        }
+        return {"features": self.features[index], "chosen": torch.tensor(chosen), "labels": self.features[index].sum()}
 
 
 def train(folder: str, model_name: str, batch: int, options: dict[str, Any]) -> dict[str, list[float]]:

@@ -86,11 +86,7 @@ def test_ranks_start_from_identical_weights(ranks: Ranks, tmp_path: Path, device
 
 
 @pytest.mark.parametrize("device", devices(pytest.mark.prove))
-@pytest.mark.parametrize(
-    "options",
-    [{"bf16": True}, {"dtype": "bfloat16"}],
-    ids=["autocast", "bfloat16"],
-)
+@pytest.mark.parametrize("options", [{"bf16": True}, {"dtype": "bfloat16"}], ids=["autocast", "bfloat16"])
 def test_training_learns_with(ranks: Ranks, tmp_path: Path, device: str, options: dict[str, Any]) -> None:
     check_learning(ranks, tmp_path, device, options)
 

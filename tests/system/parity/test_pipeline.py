@@ -25,12 +25,7 @@ SCHEDULES: list[dict[str, Any]] = [
 ]
 MESHES: dict[int, list[dict[str, Any]]] = {
     2: [{"pp": 2}],
-    4: [
-        {"pp": 4},
-        {"pp": 2, "tp": 2},
-        {"pp": 2, "dp": 2},
-        {"pp": 2, "dp": 2, "zero_1": True},
-    ],
+    4: [{"pp": 4}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "dp": 2, "zero_1": True}],
 }
 
 

@@ -57,13 +57,7 @@ def marks(dom: str, kind: str) -> list[tuple[str, ...]]:
 def test_events_of_the_run(broken_run: Path) -> None:
     events = read_lines(broken_run / "events.jsonl")
     told = [(event["event"], event["step"]) for event in events if not event["event"].startswith(("save", "position"))]
-    assert told == [
-        ("started", 0),
-        ("set_aside", 15),
-        ("started", 10),
-        ("resumed", 10),
-        ("done", STEPS),
-    ]
+    assert told == [("started", 0), ("set_aside", 15), ("started", 10), ("resumed", 10), ("done", STEPS)]
     aside = next(event for event in events if event["event"] == "set_aside")
     assert aside["checkpoint"] == "checkpoint-15"
     assert re.match(r"model\.safetensors: tensor '.*' does not match its checksum", aside["reason"])

@@ -270,12 +270,7 @@ def test_a_status_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypa
     ],
 )
 def test_a_run_that_may_be_started_again_has_not_failed_yet(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    max_restarts: int,
-    supervised: bool,
-    error: Exception,
-    state: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_restarts: int, supervised: bool, error: Exception, state: str
 ) -> None:
     monkeypatch.delenv(REPORTS, raising=False)
     if supervised:

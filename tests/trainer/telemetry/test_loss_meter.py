@@ -117,11 +117,7 @@ def test_who_looks_hears_of_every_step_in_order() -> None:
     means.settle()
     means.add(statistics(2, 1.0, 0, norm=0.0))
     means.settle()
-    assert heard == [
-        (1, 2.0, 10.0, 1.0, True, 0.0),
-        (2, 5.0, 30.0, 0.25, True, 0.5),
-        (3, 1.0, 0.0, 0.0, True, 0.0),
-    ]
+    assert heard == [(1, 2.0, 10.0, 1.0, True, 0.0), (2, 5.0, 30.0, 0.25, True, 0.5), (3, 1.0, 0.0, 0.0, True, 0.0)]
 
 
 @pytest.fixture

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.parallel.pipeline.staged_model import complete_size

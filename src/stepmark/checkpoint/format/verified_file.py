@@ -25,13 +25,7 @@ class VerifiedFile:
     """A tensor file of a checkpoint. May be read from several threads."""
 
     def __init__(
-        self,
-        folder: Path,
-        manifest: Manifest,
-        entry: FileEntry,
-        *,
-        passing: bool = False,
-        header: Header | None = None,
+        self, folder: Path, manifest: Manifest, entry: FileEntry, *, passing: bool = False, header: Header | None = None
     ) -> None:
         """`passing`: what is read is not needed again on this node and is dropped from the page cache. `header`: as
         `check_integrity` has read it.

@@ -163,7 +163,7 @@ def _merged(live: Any, saved: Any, *, keep: bool = False) -> Any:
         for key in () if keep else live.keys() - saved.keys():
             del live[key]
         for key, value in saved.items():
-            live[key] = _merged(live.get(key), value)
+            live[key] = _merged(live.pop(key, None), value)  # in the saved order
         return live
     if isinstance(live, list) and isinstance(saved, list):
         live[:] = [_merged(a, b) for a, b in zip(live, saved, strict=True)] if len(live) == len(saved) else saved

@@ -177,12 +177,7 @@ def block_of(
     positions = torch.arange(length)
     labels[starts] = IGNORED  # each would be predicted from the conversation before it
     sees = (owner[:, None] == owner[None, :]) & (positions[:, None] >= positions[None, :])
-    return {
-        "input_ids": ids,
-        "labels": labels,
-        "position_ids": positions - starts[owner],
-        "attention_mask": sees[None],
-    }
+    return {"input_ids": ids, "labels": labels, "position_ids": positions - starts[owner], "attention_mask": sees[None]}
 
 
 def tokenized(rows: Iterable[tuple[str, Any]], chat: ChatTokenizer) -> Iterator[tuple[list[int], list[bool]]]:

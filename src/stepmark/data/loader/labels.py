@@ -68,13 +68,18 @@ class LabelRule:
         return None
 
     def _check_tokens(self, inputs: Any) -> None:
-        tokens: Any = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
-        if self.vocabulary is None or not _is_integer(tokens) or tokens.device.type != "cpu" or not tokens.numel():
+        if self.vocabulary is None or not isinstance(inputs, Mapping):
             return
-        for token in map(int, tokens.aminmax()):
-            if not 0 <= token < self.vocabulary:
-                remedy = "use the model's own tokenizer, or call model.resize_token_embeddings"
-                raise DataError(f"input_ids: {token} is outside the model's vocabulary of {self.vocabulary}; {remedy}")
+        remedy = "use the model's own tokenizer, or call model.resize_token_embeddings"
+        for name in ("input_ids", *(("labels", "shift_labels") if self.causal_shift else ())):
+            tokens: Any = inputs.get(name)
+            if not _is_integer(tokens) or tokens.device.type != "cpu":
+                continue
+            if name != "input_ids":
+                tokens, remedy = tokens[tokens != self.ignored], f"what is no target is {self.ignored}"
+            for token in map(int, tokens.aminmax()) if tokens.numel() else ():
+                if not 0 <= token < self.vocabulary:
+                    raise DataError(f"{name}: {token} is outside the model's vocabulary of {self.vocabulary}; {remedy}")
 
     def can_ignore_rows(self, inputs: Any, rows: int) -> bool:
         """Whether `without` can exclude rows from the loss: only where all labels are integers, and the batch has one

@@ -7,8 +7,11 @@ does not depend on the number of processes.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -119,6 +122,9 @@ _worker: TextEncoder | None = None
 
 def _start_worker(encoder: TextEncoder) -> None:
     global _worker
+    if sys.platform.startswith("linux"):  # the kernel kills it when the process that has started it ends
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The threads of the tokenizers library do not survive a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = encoder

@@ -113,11 +113,7 @@ def optimizer_of(stages: Sequence[Stage], heads: HeadLayout | None) -> ForeignOp
 
 
 def _add_states(
-    stage: Stage,
-    name: str,
-    state: Mapping[str, list[Any]],
-    heads: HeadLayout | None,
-    states: dict[str, dict[str, Any]],
+    stage: Stage, name: str, state: Mapping[str, list[Any]], heads: HeadLayout | None, states: dict[str, dict[str, Any]]
 ) -> list[str]:
     """Adds the states of a stored parameter to those by Hugging Face's names, and returns these names."""
     shape = stage.shapes()[name]

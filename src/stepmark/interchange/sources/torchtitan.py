@@ -20,11 +20,7 @@ from stepmark.tensor_files.source_files import read_json
 from stepmark.tensor_files.strided import strided
 
 EMBEDDING = "tok_embeddings.weight"
-_NAMES = {
-    EMBEDDING: "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
+_NAMES = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight\Z")
 _LAYER_THERE = re.compile(rf"model\.{_LAYER.pattern}")  # of Hugging Face
 _IN_LAYER = {

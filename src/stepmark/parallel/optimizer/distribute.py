@@ -31,13 +31,7 @@ _NOT_ELEMENTWISE = frozenset(
     {"Adafactor", "LBFGS", "Lamb", "Lars", "LAMB", "LARS", "Muon", "Shampoo", "SOAP", "SparseAdam"}
 )
 # Full names: classes of these names elsewhere may clip by the norm of all gradients, as LAMB of timm does.
-_PER_PARAMETER = frozenset(
-    {
-        "torch.optim.Adafactor",
-        "torch.optim.Muon",
-        "transformers.optimization.Adafactor",
-    }
-)
+_PER_PARAMETER = frozenset({"torch.optim.Adafactor", "torch.optim.Muon", "transformers.optimization.Adafactor"})
 _BITSANDBYTES = "bitsandbytes."
 _WITHOUT = {
     "zero_1": "switch zero_1 off",

@@ -89,10 +89,7 @@ class Transfers:
         return [lambda index=index: exchange.arrived()[index] for index in range(count)]  # type: ignore[misc]
 
     def _agree(
-        self,
-        other: int,
-        outgoing: Sequence[tuple[int, Hashable, Activation]],
-        incoming: Sequence[tuple[int, Hashable]],
+        self, other: int, outgoing: Sequence[tuple[int, Hashable, Activation]], incoming: Sequence[tuple[int, Hashable]]
     ) -> list[Form]:
         """The forms of the incoming activations."""
         told = []

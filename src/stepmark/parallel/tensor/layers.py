@@ -15,13 +15,7 @@ from torch.nn import functional as F
 
 from stepmark.errors import UsageError
 from stepmark.parallel.tensor.adapted_layers import AdaptedLayer
-from stepmark.parallel.tensor.autograd_collectives import (
-    copy_to,
-    gather,
-    reduce_from,
-    reduce_scatter,
-    scatter,
-)
+from stepmark.parallel.tensor.autograd_collectives import copy_to, gather, reduce_from, reduce_scatter, scatter
 from stepmark.parallel.tensor.dropout import RegionSeeds
 from stepmark.parallel.tensor.sequence import SEQUENCE_DIM, SequenceBlock
 from stepmark.runtime.collectives import Collectives

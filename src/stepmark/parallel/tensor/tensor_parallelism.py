@@ -28,15 +28,7 @@ from stepmark.parallel.tensor.experts import (
     sum_experts,
 )
 from stepmark.parallel.tensor.layers import TensorParallelRegion, input_dim, shard_columns, shard_rows
-from stepmark.parallel.tensor.plans import (
-    ADDED_ONCE,
-    Placement,
-    Style,
-    check_plan,
-    plan_of,
-    shard,
-    shard_vocabulary,
-)
+from stepmark.parallel.tensor.plans import ADDED_ONCE, Placement, Style, check_plan, plan_of, shard, shard_vocabulary
 from stepmark.parallel.tensor.sequence import Stack, refuse_hidden_states, sequence_stacks, shard_sequence
 from stepmark.parallel.tensor.vocabulary import VocabParallelHead, Vocabulary, shard_embedding, use_vocab_parallel_loss
 from stepmark.runtime.collectives import Collectives

@@ -172,7 +172,10 @@ def use_vocab_parallel_loss(model: Any, head: VocabParallelHead, called: Sequenc
 
     forward = inspect.unwrap(type(model).forward)
     signature = inspect.signature(forward)
-    if getattr(model, "loss_function", None) is not ForCausalLMLoss or "loss_function" not in forward.__code__.co_names:
+    used = forward.__code__.co_names
+    if getattr(model, "loss_function", None) is not ForCausalLMLoss or "loss_function" not in used:
+        return
+    if "unpadded_vocab_size" in used:  # a slice of the logits, which would be one of each rank's
         return
     model.loss_function = VocabParallelLoss(head, ForCausalLMLoss)
     model.vocabulary_head = head

@@ -183,18 +183,7 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
                 break
     size = torch.finfo(getattr(torch, args.dtype)).bits // 8
     optimizer = 0 if args.save_only_model else round(counted.trained * options[0].trace.saved_per_element)
-    return Plan(
-        model_class,
-        counted,
-        setup,
-        device_memory,
-        batch,
-        steps,
-        options,
-        elements * size,
-        optimizer,
-        notes,
-    )
+    return Plan(model_class, counted, setup, device_memory, batch, steps, options, elements * size, optimizer, notes)
 
 
 def _count(setup: StepSetup) -> tuple[str, ModelSize, int]:
