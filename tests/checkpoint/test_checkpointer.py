@@ -404,3 +404,34 @@ def test_a_save_lists_the_checkpoints_only_where_the_disk_is_full(
         checkpointer.save(1, {"model": net(0)}, block=True)
         monkeypatch.setattr(background, "checkpoints", refuse)
         checkpointer.save(2, {"model": net(0)}, block=True)
+
+
+class AnyName(dict[str, Any]):
+    """A mapping that has an attribute of any name."""
+
+    __getattr__ = dict.get
+
+
+def test_a_mapping_with_any_attribute_is_refused_by_name(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(UsageError, match="progress is a .*AnyName, neither"):
+        checkpointer.save(1, {"progress": AnyName(epoch=3)}, block=True)
+
+
+def test_the_order_of_keys_is_the_saved_one(tmp_path: Path) -> None:
+    saved, live = OrderedDict(b=1, a=2), OrderedDict(a=0, b=0)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"order": saved}, block=True)
+        checkpointer.restore({"order": live})
+    assert live == saved, "an OrderedDict is equal where its order is"
+
+
+def test_going_back_tells_of_later_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"n": {"step": step}}, block=True)
+        checkpointer.restore({"n": {"step": 0}}, 2)
+        assert not caplog.messages
+        checkpointer.restore({"n": {"step": 0}}, 1)
+    assert [each.partition(" has ")[2] for each in caplog.messages] == [
+        "checkpoints of later steps, from which a restart goes on: delete checkpoint-2"
+    ]

@@ -151,10 +151,12 @@ def test_damage_is_not_copied(proxy: Proxy, run: Path, tmp_path: Path, kind: str
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_checkpoint_of_the_step_stays(proxy: Proxy, run: Path, tmp_path: Path, kind: str) -> None:
+    """And nothing is copied before that is found."""
     there = address(proxy, kind, tmp_path / "there")
     copied(run, there)
     with Checkpointer(run) as checkpointer:
-        checkpointer.save(10, {"model": torch.nn.Linear(40, 30), "nest": {"step": 1}}, block=True)
+        for step in (10, 12):
+            checkpointer.save(step, {"model": torch.nn.Linear(40, 30), "nest": {"step": 1}}, block=True)
     with pytest.raises(CheckpointError, match="checkpoint-10 is another checkpoint of that step; delete it, or name"):
         copied(run, there)
     copied(there, tmp_path / "back")

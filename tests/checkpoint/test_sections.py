@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from stepmark.checkpoint import Checkpointer, read_manifest
 from stepmark.checkpoint.format.integrity import read_values
@@ -515,6 +516,8 @@ def test_what_could_not_be_restored_is_refused(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="beta"):
         sparse = torch.eye(3).to_sparse_csr()
     refused(tmp_path, {"n": {"s": sparse}}, "sparse_csr, which cannot be stored")
+    wrapper = TwoTensor(tensor, tensor)
+    refused(tmp_path, {"n": {"s": wrapper}}, "'s' is a TwoTensor, which is made of other tensors")
     refused(tmp_path, {"n": tensor}, "backslash", files=lambda folder: (folder / "a\\b").write_text(""))
     refused(tmp_path, {"n": tensor}, "leads to no file", files=lambda folder: (folder / "a").symlink_to("gone"))
     refused(tmp_path, {"n": tensor}, "leads to no file", files=lambda folder: (folder / "a").symlink_to("."))

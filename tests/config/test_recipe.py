@@ -73,6 +73,8 @@ def test_text_flags_are_not_read_as_yaml(recipe: Read) -> None:
     assert read.training.run_name == "2024-01-01: [a"
     assert Path(read.training.output_dir).name == "17"
     assert read.training.report_to == "no"
+    assert recipe(BASE, run_name="# 5").training.run_name == "# 5"
+    assert recipe(BASE, run_name="null").training.run_name is None
     assert read.training.parsed_options("optim_args") == {"momentum": 0.9}
 
 
@@ -214,6 +216,10 @@ def test_lists_are_given_as_several_values_of_a_flag(tmp_path: Path) -> None:
     for layers in (["1", "3"], ["[1, 3]"]):
         made = recipe_of(parser.parse_args([str(path), *stages, "--pipeline_layers", *layers])).training
         assert made.pipeline_layers == [1, 3]
+    sampled = recipe_of(
+        parser.parse_args([str(path), "--sample_prompts", "\U0001f600", "é", "--eval_strategy", "epoch"])
+    ).training
+    assert sampled.sample_prompts == ["\U0001f600", "é"]
     made = recipe_of(parser.parse_args(["--accept_changes", "data", "model", str(path)])).training
     assert made.accepted_changes == ["data", "model"]
 

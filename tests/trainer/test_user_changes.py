@@ -81,6 +81,10 @@ def free(trainer: Trainer) -> None:
         group.update(weight_decay=0.0)
 
 
+def set_max_steps(trainer: Trainer) -> None:
+    trainer.state.max_steps = STEPS - 1
+
+
 class Thaws(Changes):
     """What was frozen when training began is trained from a step on, and other hyperparameters count."""
 
@@ -98,6 +102,7 @@ CHANGES: dict[str, Change] = {
     "intervals": set_intervals,
     "free": free,
     "dataset": set_shift,
+    "max steps": set_max_steps,
 }
 
 
@@ -219,6 +224,18 @@ def average(trainer: Trainer) -> None:
     callback.average = torch.optim.swa_utils.AveragedModel(trainer.model)
 
 
+class Average:
+    """An average of one's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+def average_in_object(trainer: Trainer) -> None:
+    (callback,) = (each for each in trainer._callbacks.handler.callbacks if isinstance(each, Changes))
+    callback.own = Average(trainer.model)
+
+
 def reorder(trainer: Trainer) -> None:
     trainer.train_dataset.order = [1]  # type: ignore[union-attr]
 
@@ -269,6 +286,15 @@ def increase(trainer: Trainer) -> None:
         (register, CHANGED, "on_step_end", "^late: added, removed, replaced or reshaped in training"),
         (untie, CHANGED, "on_step_end", "^lm_head.weight: added, removed, replaced or reshaped in training"),
         (average, CHANGED, "on_step_end", "Changes.average: changed by training, and in no checkpoint; a persistent"),
+        (average_in_object, CHANGED, "on_step_end", "Changes.own: changed by training, and in no checkpoint"),
+        (
+            set_decay,
+            SAVED,
+            "on_save",
+            "betas of the optimizer, .*: written to in on_save, after the checkpoint was made",
+        ),
+        (freeze, SAVED, "on_save", r"\.requires_grad.*: written to in on_save, after the checkpoint was made"),
+        (set_intervals, SAVED, "on_save", "state.*steps: written to in on_save, after the checkpoint was made"),
         (left_gradient, SAVED, "on_step_end", "a gradient is there between steps"),
         (left_gradient, SAVED, "on_save", "a gradient is there between steps"),
         (write, SAVED, "on_save", "written to in on_save, after the checkpoint was made"),
@@ -336,3 +362,113 @@ def test_what_no_checkpoint_can_have_of_a_schedule_is_named_before_training(tmp_
     with pytest.raises(UsageError, match=r"lr_scheduler\['other'\] is a builtins.object, neither a tensor nor"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+class Again(TrainerCallback):
+    """Changes more at each call of an event, of which a resumed run has some a second time."""
+
+    def __init__(self, event: str) -> None:
+        self.trainer: Any = None
+        setattr(self, event, self.change)
+
+    def change(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer.train_dataset.shift += 1
+        for group in self.trainer.optimizer.param_groups:
+            group.update(weight_decay=group["weight_decay"] + 0.1, lr=group["lr"] * 0.5)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin"])
+def test_what_a_resumed_run_calls_again_changes_nothing_again(tmp_path: Path, event: str, given: bool) -> None:
+    def run(folder: str, stop: int | None, resume: bool) -> str:
+        callback: Any = Again(event)
+        trainer = make(str(tmp_path / folder), stop, callback)
+        if given:
+            trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=0.01)
+        trainer.train(resume_from_checkpoint=resume)
+        return checksum(trainer)
+
+    whole = run("whole", None, False)
+    run("cut", STOPPED, False)
+    assert run("cut", None, True) == whole
+
+
+class Drops(Trainer):
+    """Leaves the gradients of a step out, or doubles them, after the passes of a micro-batch."""
+
+    how = ""
+
+    def training_step(self, *given: Any, **options: Any) -> Any:
+        loss = super().training_step(*given, **options)
+        for parameter in self.model.parameters() if self.state.global_step == 1 else ():
+            if self.how == "drop":
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.mul_(2)
+        return loss
+
+
+def drop(folder: str, how: str, options: dict[str, Any]) -> list[Any]:
+    sample = [index % VOCABULARY for index in range(8)]
+    ranks = 2 // options.get("of", 2)
+    arguments = TrainingArguments(
+        folder,
+        device="cpu",
+        max_steps=3,
+        per_device_train_batch_size=ranks,
+        logging_steps=1,
+        disable_tqdm=True,
+        optim="sgd",
+        max_grad_norm=0.0,
+        **{key: value for key, value in options.items() if key != "of"},
+    )
+    model = tiny_model()
+    for each in model.modules():
+        if isinstance(each, nn.Dropout):
+            each.p = 0.0
+    trainer = Drops(model, arguments, train_dataset=[{"input_ids": sample, "labels": sample}] * 8)
+    trainer.how = how
+    try:
+        trainer.train()
+    except UsageError as error:
+        return [str(error)]
+    return [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+@pytest.mark.parametrize("how", ["drop", "double"])
+def test_gradients_that_training_step_changes_count_or_are_refused(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    def run(name: str, nproc: int, **options: Any) -> list[list[Any]]:
+        found: list[list[Any]] = ranks.run(drop, str(tmp_path / name), how, options, nproc=nproc).check()
+        return found
+
+    (one,) = run("one", 1, of=1)
+    assert (one[1] == 0) == (how == "drop")
+    assert how == "drop" or one[1] > 1.5 * one[0]
+    (hosted,) = run("hosted", 1, data_parallel_replicas=2)
+    shards = run("fsdp", 2, fsdp="full_shard")
+    for found in (hosted, *shards):
+        assert found == pytest.approx(one, rel=1e-4)
+    for options in ({}, {"zero_1": True}):
+        found = run(f"ranks {options}", 2, **options)
+        assert [each[0].partition(",")[0] for each in found] == [
+            "gradients were changed after the backward pass that last_backward() announced"
+        ] * 2
+
+
+def test_a_schedule_that_follows_a_metric_needs_its_name(tmp_path: Path) -> None:
+    trainer = make(str(tmp_path), None, Changes(freeze))
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    trainer.optimizer, trainer.lr_scheduler = optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(UsageError, match="metric_for_best_model: ReduceLROnPlateau follows a metric of evaluations"):
+        trainer.train()
+
+
+def test_a_loss_function_that_is_set_in_training_counts_at_once(tmp_path: Path) -> None:
+    def nothing(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return outputs["logits"].sum() * 0.0
+
+    change = Changes(lambda trainer: setattr(trainer, "compute_loss_func", nothing), CHANGED)
+    trainer = make(str(tmp_path), None, change)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert [each == 0.0 for each in losses] == [step > CHANGED for step in range(1, STEPS + 1)]

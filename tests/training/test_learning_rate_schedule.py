@@ -28,6 +28,35 @@ from stepmark.training.learning_rate_schedule import (
 )
 
 TOTAL, WARMUP = 20, 4
+
+
+class Slower(LambdaLR):
+    """Has a state of its own, and a step that could be given metrics."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.factor = 1.0
+        super().__init__(optimizer, lambda step: self.factor)
+
+    def step(self, metrics: Any = None) -> None:  # type: ignore[override]
+        self.factor *= 0.5
+        super().step()
+
+
+def test_a_class_around_a_function_keeps_its_own_state() -> None:
+    def made() -> Slower:
+        return Slower(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))
+
+    whole, resumed = made(), made()
+    for each in (whole, resumed):
+        each.optimizer.step()
+    advance(whole)
+    assert not follows_metric(whole)
+    restore_schedule(resumed, schedule_state(whole), [0.5])
+    for each in (whole, resumed):
+        advance(each)
+    assert resumed.get_last_lr() == whole.get_last_lr()
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "cosine_with_restarts": {"num_cycles": 2},
     "polynomial": {"lr_end": 1e-3, "power": 2.0},

@@ -130,6 +130,17 @@ def test_label_smoothing_is_that_of_transformers(model: nn.Module) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+def test_label_smoothing_is_of_labels_that_a_collator_has_shifted(model: nn.Module) -> None:
+    """Which leaves out more of them, as between packed sequences."""
+    (batch,) = [each for each in micro_batches() if each["labels"].shape == SHAPES[1]]
+    shifted = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:].clone()
+    shifted[:, 5] = -100
+    given, count = {**batch, "shift_labels": shifted}, torch.tensor(float((shifted != -100).sum()))
+    found, _ = MicroBatchLoss(model, label_smoothing=0.1)(model, given, Weight(count, count))
+    logits = model(batch["input_ids"]).logits
+    torch.testing.assert_close(found, F.cross_entropy(logits.flatten(0, 1), shifted.flatten(), label_smoothing=0.1))
+
+
 def test_label_smoothing_without_shift_for_classes() -> None:
     logits, labels = torch.randn(5, 3), torch.tensor([0, 2, -100, 1, 1])
     found = smoothed_cross_entropy(logits.bfloat16(), labels, 0.1, causal_shift=False)

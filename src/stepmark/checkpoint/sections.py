@@ -239,8 +239,10 @@ def kept_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _describe_other(name: str, value: Any, modules: Mapping[str, nn.Module]) -> Section:
-    value = value if isinstance(value, Mapping) else getattr(value, "named_optimizer", value)  # some have any name
-    held = None if isinstance(value, Mapping) else getattr(value, "held_names", None)
+    is_mapping = isinstance(value, Mapping)  # some have an attribute of any name
+    value = value if is_mapping else getattr(value, "named_optimizer", value)
+    shown = type(value) if is_mapping else value
+    held = getattr(shown, "held_names", None)
     if held is not None or (isinstance(value, torch.optim.Optimizer) and not hasattr(value, "named_state")):
         inner, names = (value, parameter_names(modules)) if held is None else (value.inner, held)
         section = Section(name, "optimizer", f"{OPTIMIZER}/{name}", inner, names=names)
@@ -249,13 +251,13 @@ def _describe_other(name: str, value: Any, modules: Mapping[str, nn.Module]) -> 
         add_optimizer(section, state, groups, layouts)
         section.values["class"] = type(inner).__name__
         _add_others(section, getattr(value, "divided_by", None))
-    elif hasattr(value, "named_state") and hasattr(value, "named_groups"):
+    elif hasattr(shown, "named_state") and hasattr(shown, "named_groups"):
         section = Section(name, "named", f"{OPTIMIZER}/{name}", value)
         names = parameter_names(modules)
         parameters = {names[id(p)]: p for module in modules.values() for p in module.parameters()}
         add_optimizer(section, value.named_state(), value.named_groups(), parameters)
         _add_others(section, getattr(value, "divided_by", None))
-    elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+    elif hasattr(shown, "state_dict") and hasattr(shown, "load_state_dict"):
         section = Section(name, "object", f"{STATE}/{name}", value)
         state = value.state_dict()
         if isinstance(value, torch.optim.lr_scheduler.LRScheduler):  # the functions stay those of the live one

@@ -114,7 +114,7 @@ class UserChanges:
     def _settings(self) -> dict[str, Any]:
         """By name, what else a checkpoint has of user code."""
         groups, state = self._optimizer.param_groups, vars(self._run.state)
-        given = {key for group in groups for key in group if key != "params"}
+        given = sorted({key for group in groups for key in group} - {"params"})
         return {
             **{f"{name}.requires_grad": flag for name, flag in self._flags().items()},
             **{f"{key} of the optimizer": [to_python(each.get(key)) for each in groups] for key in given},

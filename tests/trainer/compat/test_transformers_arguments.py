@@ -152,3 +152,7 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path, token: int) -> 
     for use in (trainer.train, trainer.evaluate):
         with pytest.raises(DataError, match=f"input_ids: {token} "):
             use()
+    samples[:] = [{"input_ids": [1, 2, 3, 3], "labels": [1, -100, token, 4]}] * 8
+    for use in (trainer.train, trainer.evaluate):
+        with pytest.raises(DataError, match=f"labels: {token} is outside .*; what is no target is -100"):
+            use()
