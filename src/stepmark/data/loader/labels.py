@@ -75,9 +75,10 @@ class LabelRule:
             tokens: Any = inputs.get(name)
             if not _is_integer(tokens) or tokens.device.type != "cpu":
                 continue
+            values = tokens.numpy()  # which costs no operation
             if name != "input_ids":
-                tokens, remedy = tokens[tokens != self.ignored], f"what is no target is {self.ignored}"
-            for token in map(int, tokens.aminmax()) if tokens.numel() else ():
+                values, remedy = values[values != self.ignored], f"what is no target is {self.ignored}"
+            for token in map(int, (values.min(), values.max()) if values.size else ()):
                 if not 0 <= token < self.vocabulary:
                     raise DataError(f"{name}: {token} is outside the model's vocabulary of {self.vocabulary}; {remedy}")
 
