@@ -361,3 +361,40 @@ def test_generators_are_the_same_for_processes_that_host_ranks_and_for_workers(
     (hosted,) = ranks.run(train, str(tmp_path / "1"), name, None, {"data_parallel_replicas": 2}).check()
     two = ranks.run(train, str(tmp_path / "2"), name, None, {"dataloader_num_workers": 1}, nproc=2).check()
     assert sorted(hosted[0]) == sorted(two[0][0] + two[1][0])
+
+
+class Shuffles(Trainer):
+    """Whose loader and loss have a generator each."""
+
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.train_dataset, 2, shuffle=True, generator=self.order)
+
+    def factor(self) -> float:
+        return 1 + 0.1 * float(self.noise.uniform())
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, **options)
+        self.seen += inputs["input_ids"][:, 0].tolist()
+        return (loss * self.factor(), outputs) if return_outputs else loss * self.factor()
+
+
+def test_a_generator_of_the_loader_that_the_trainer_keeps_goes_on_and_that_of_the_loss_too(tmp_path: Path) -> None:
+    def run(folder: str, stop: int | None, resume: bool) -> tuple[list[int], str]:
+        sample = [index % VOCABULARY for index in range(8)]
+        data = [{"input_ids": sample[index:] + sample[:index], "labels": sample} for index in range(8)]
+        arguments = TrainingArguments(
+            str(tmp_path / folder), device="cpu", num_train_epochs=3, per_device_train_batch_size=2, save_steps=5
+        )
+        rows = [{name: torch.tensor(each) for name, each in row.items()} for row in data]
+        trainer: Any = Shuffles(tiny_model(), arguments, train_dataset=rows, callbacks=[StopsAt(stop)])  # type: ignore[arg-type]
+        trainer.order, trainer.noise = torch.Generator().manual_seed(3), np.random.default_rng(4)
+        trainer.seen = []
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.seen, checksum(trainer)
+
+    seen, weights = run("whole", None, False)
+    run("cut", 6, False)
+    rest, same = run("cut", None, True)
+    assert (rest, same) == (seen[10:], weights)
+    again = torch.utils.data.DataLoader(range(8), 2, shuffle=True, generator=torch.Generator().manual_seed(3))
+    assert seen[:8] == [int(each) for batch in again for each in batch]

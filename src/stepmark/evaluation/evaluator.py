@@ -202,7 +202,7 @@ class Evaluator:
 
         if staged(self.model) is None:
             sharded = has_full_sharding(self.model)  # so that others wait for this process
-            own = generators_kept_by(*self.loss.owners, *self.model.modules())
+            own = generators_kept_by(*self.loss.parts, *self.model.modules())
             idle = self.mesh.ranks.most - len(self.mesh.ranks.own) if sharded else 0
             for number, each in enumerate(source()):
                 batch, place = divmod(number, len(self.mesh.ranks.own))

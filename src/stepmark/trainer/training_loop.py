@@ -112,7 +112,7 @@ class TrainingLoop:
                 "on_loss_spike: a rollback leaves samples out, which an iterable dataset or a loader of the program's "
                 "own cannot; use warn"
             )
-        if follows_metric(parts.schedule) and self._args.best_metric_key is None:
+        if follows_metric(parts.schedule) and not self._args.best_metric_key and self._args.eval_strategy != "no":
             name = type(parts.schedule).__name__
             raise UsageError(f"metric_for_best_model: {name} follows a metric of evaluations; name it")
         self.stop_reason: str | None = None  # where the run was asked to stop from outside

@@ -148,7 +148,7 @@ class MicroBatchSchedule(ABC):
 
     def __post_init__(self) -> None:
         self._buffers = RankBuffers(self.model, self.mesh)
-        self.generators = generators_kept_by(*self.loss.owners, *self.model.modules())
+        self.generators = generators_kept_by(*self.loss.parts, *self.model.modules())
 
     def forward_backward(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
         """Leaves the sums of the gradients of a step, numbered from 0, in the reducer. Of the hooks, those after each

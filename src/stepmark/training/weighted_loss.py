@@ -99,8 +99,7 @@ class MicroBatchLoss:
         if compute_loss_func is not None:  # the class of a model does not show which labels it ignores
             rule = replace(rule, skips_ignored=False)
         self._known = has_known_loss(unwrapped(model))
-        self.owners = declared_by, compute_loss_func  # of generators from which the loss may draw
-        owners = (*self.owners, unwrapped(model))
+        owners = (declared_by, compute_loss_func, unwrapped(model))
         averaged = declared("loss_averages_over", ("samples", "targets"), owners)
         rule = rule if averaged is None else replace(rule, by_sample=averaged == "samples")
         shift = declared("causal_shift", (True, False), owners) if causal_shift is None else causal_shift
@@ -112,11 +111,20 @@ class MicroBatchLoss:
         self._told = False  # that no input is known to be a label
         self._lazy = lazy
         self._compute = compute_loss_func
+        self._declared_by = declared_by
         self._smoothing = label_smoothing
         self._names_items = names_num_items(model)
         self._sums_samples = sums_samples(model)
         # Only generation needs the key-value cache, which some models return by default.
         self._options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+    @property
+    def parts(self) -> list[Any]:
+        """The functions and methods of the user's that a micro-batch calls."""
+        methods = (
+            getattr(self._declared_by, name, None) for name in ("compute_loss", "training_step", "prediction_step")
+        )
+        return [each for each in (self._compute, *methods) if each is not None]
 
     @property
     def causal_shift(self) -> bool:

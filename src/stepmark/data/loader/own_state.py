@@ -7,7 +7,7 @@ import marshal
 import random
 from collections.abc import Iterator, Mapping
 from functools import partial
-from types import CellType
+from types import CellType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -59,14 +59,33 @@ def generators_of(*roots: Any) -> list[Any]:
 
 
 def generators_kept_by(*owners: Any) -> list[Any]:
-    """Generators that are attributes of these objects, or that they, or the methods of the user's classes of which they
-    are, find outside, each once; no global one."""
-    kinds = dict.fromkeys(kind for owner in owners for kind in type(owner).__mro__)
-    own = [vars(kind) for kind in kinds if kind.__module__.partition(".")[0] not in (*LIBRARIES, "builtins")]
-    methods = [each for values in own for each in values.values() if inspect.isfunction(each)]
-    inside = (each for owner in (*owners, *methods) for each in _inside(owner) if isinstance(each, GENERATORS))
-    found = {id(each): each for each in inside}
-    return [each for each in found.values() if all(each is not other for other in GLOBAL)]
+    """Generators that are attributes of these objects or that their methods find outside, and those that these
+    functions find or these methods reach: each once, and no global one. What else the object of a method has, such as
+    the generator of a sampler, is left out."""
+    named = [each for owner in owners if inspect.ismethod(owner) for each in _reached(owner)]
+    whole = [each for each in owners if not inspect.ismethod(each)]
+    kinds = dict.fromkeys(kind for owner in whole for kind in type(owner).__mro__ if _is_own(kind))
+    methods = [each for kind in kinds for each in vars(kind).values() if inspect.isfunction(each)]
+    inside = (each for owner in (*whole, *methods) for each in _inside(owner))
+    found = {id(each): each for each in (*inside, *named)}
+    return [each for each in found.values() if isinstance(each, GENERATORS) and all(each is not one for one in GLOBAL)]
+
+
+def _reached(method: Any) -> Iterator[Any]:
+    """What a method of the user's, and the methods that it calls, find: attributes of their object, and outside."""
+    owner, names = method.__self__, [method.__name__]
+    for name in names:
+        found = (vars(kind).get(name) for kind in type(owner).__mro__ if _is_own(kind))
+        for function in map(inspect.unwrap, filter(inspect.isfunction, found)):
+            used = function.__code__.co_names
+            yield from _inside(function)
+            yield from _inside(SimpleNamespace(**{key: vars(owner)[key] for key in used if key in vars(owner)}))
+            names += [key for key in used if key not in names]
+
+
+def _is_own(kind: type) -> bool:
+    """Whether a class is of the user's."""
+    return kind.__module__.partition(".")[0] not in (*LIBRARIES, "builtins")
 
 
 def own_state(*roots: Any) -> dict[str, Any]:
@@ -75,7 +94,7 @@ def own_state(*roots: Any) -> dict[str, Any]:
     for place, each in enumerate(parts_of(*roots)):
         if isinstance(each, GENERATORS):
             found[str(place)] = state_of(each)
-        elif type(each).__module__.partition(".")[0] not in LIBRARIES:
+        elif _is_own(type(each)):
             values = {**vars(type(each)), **getattr(each, "__dict__", {})}.items()
             plain = ((name, value) for name, value in values if type(value) in (bool, int, float, str))
             found |= {f"{place}.{name}": value for name, value in plain if not name.startswith("__")}
