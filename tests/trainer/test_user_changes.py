@@ -451,7 +451,7 @@ def test_gradients_that_training_step_changes_count_or_are_refused(ranks: Ranks,
     for options in ({}, {"zero_1": True}):
         found = run(f"ranks {options}", 2, **options)
         assert [each[0].partition(",")[0] for each in found] == [
-            "gradients were changed after the backward pass that last_backward() announced"
+            "gradients were changed after the step's last backward pass"
         ] * 2
 
 

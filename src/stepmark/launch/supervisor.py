@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import secrets
 import shutil
@@ -38,7 +37,7 @@ from stepmark.launch.step_board import NO_STEP, StepPlace, make_board, read_boar
 from stepmark.launch.threads import chosen_threads
 from stepmark.launch.world import World, number_in
 from stepmark.liveness.failure_report import OUTPUT_CLOSED, REPORTS, SECRET, FailureReport, read_failure_reports
-from stepmark.liveness.process_exit import INTERRUPTED, end_by_signal
+from stepmark.liveness.process_exit import INTERRUPTED, end_by_signal, end_with_parent
 
 STORE_FD = "STEPMARK_STORE_FD"
 SUPERVISOR = "STEPMARK_SUPERVISOR"
@@ -206,8 +205,7 @@ def follow_supervisor() -> None:
     supervisor = os.environ.get(SUPERVISOR)
     if supervisor is None or not sys.platform.startswith("linux"):
         return
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != number_in(os.environ, SUPERVISOR):  # it died before the call
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -68,6 +69,13 @@ def end_interrupted(reason: str, record: Callable[[str], None], seconds: float =
         call_with_timeout(seconds, lambda: record(reason), None)
     finally:
         leave(INTERRUPTED)
+
+
+def end_with_parent() -> None:
+    """Makes Linux kill this process when the thread that has started it ends; elsewhere it does nothing."""
+    PR_SET_PDEATHSIG = 1
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_by_signal(number: int) -> NoReturn:

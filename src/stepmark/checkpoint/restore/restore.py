@@ -144,7 +144,9 @@ class Restorer:
             decode([values.get(name) for name in state], lambda name: None)  # before anything is changed
         except CheckpointError as error:
             raise type(error)(f"{path}: {error}") from error
-        for value in (getattr(each, "named_optimizer", each) for each in state.values() if not isinstance(each, dict)):
+        for value in (
+            getattr(each, "named_optimizer", each) for each in state.values() if not isinstance(each, Mapping)
+        ):
             if hasattr(value, "ensure_state"):  # an optimizer that would make its state in the first step
                 unused = [name for name, held in value.named_state().items() if held.keys() <= {MASTER}]
                 if hasattr(value, "forget_state"):

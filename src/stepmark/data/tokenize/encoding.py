@@ -7,11 +7,8 @@ does not depend on the number of processes.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -29,6 +26,7 @@ import xxhash
 from stepmark.data.sources.corpus import Corpus
 from stepmark.data.tokenize.tokenizer import END_OF_TEXT, PAD, byte_tokenizer
 from stepmark.errors import DataError
+from stepmark.liveness.process_exit import end_with_parent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,9 +120,7 @@ _worker: TextEncoder | None = None
 
 def _start_worker(encoder: TextEncoder) -> None:
     global _worker
-    if sys.platform.startswith("linux"):  # the kernel kills it when the process that has started it ends
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     # The threads of the tokenizers library do not survive a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = encoder

@@ -29,8 +29,8 @@ _overlapping = weakref.WeakKeyDictionary()  # by axis: what sends while a backwa
 IN_FLIGHT = 4  # buckets sent at a time where nothing is computed meanwhile; each may need a buffer of its size
 
 CHANGED = (
-    "gradients were changed after the backward pass that last_backward() announced, which has sent them; change them "
-    "in on_pre_optimizer_step, in hooks of the parameters (register_hook), or leave out last_backward()"
+    "gradients were changed after the step's last backward pass, which has sent them to the other ranks; change them "
+    "in on_pre_optimizer_step or in hooks of the parameters (register_hook), or leave out last_backward() in a loop"
 )
 
 
