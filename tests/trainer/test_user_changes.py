@@ -456,9 +456,11 @@ def test_gradients_that_training_step_changes_count_or_are_refused(ranks: Ranks,
 
 
 def test_a_schedule_that_follows_a_metric_needs_its_name(tmp_path: Path) -> None:
+    """Where the run evaluates; elsewhere a callback may advance it."""
     trainer = make(str(tmp_path), None, Changes(freeze))
     optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
     trainer.optimizer, trainer.lr_scheduler = optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    trainer.args.eval_strategy, trainer.eval_dataset = "steps", trainer.train_dataset
     with pytest.raises(UsageError, match="metric_for_best_model: ReduceLROnPlateau follows a metric of evaluations"):
         trainer.train()
 
