@@ -48,7 +48,7 @@ def open_foreign(source: Path, options: ImportOptions) -> ForeignCheckpoint:
     if not source.exists():
         raise CheckpointNotFound(f"there is no {source}; name the folder of a checkpoint")
     if (source / MANIFEST).is_file() or any(source.glob(f"checkpoint-*/{MANIFEST}")):
-        raise UsageError(f"{source} is of Stepmark already; resume from it, or see `stepmark consolidate`")
+        raise UsageError(f"{source} is a Stepmark checkpoint or run; resume from it, or see `stepmark consolidate`")
     source = _tagged(source, options.tag)
     found = format_of(source)
     if found is None:
