@@ -5,7 +5,8 @@
     .venv-newest/bin/python benchmarks/survival.py --runs 2 --kinds kill --contestants Stepmark --records mine.jsonl
 
 Every run is appended to benchmarks/results/survival.jsonl (--records), and those that are there are not run again; the
-file is begun anew when a contestant or a disturbance changes.
+file is begun anew when a contestant or a disturbance changes. Another processor rounds otherwise: there each contestant
+is left undisturbed again, and a run is compared with those of its own processor.
 --save appends the table of all to benchmarks/results/survival.csv, --table only prints it. lightning, torchdata and
 torchtitan are further packages; a contestant that cannot be imported is named and left out.
 
@@ -380,19 +381,36 @@ class Records:
         wanted = (contestant, ranks, kind)
         return [each for each in self.all if (each["contestant"], each["ranks"], each["kind"]) == wanted]
 
+    def undisturbed(self, contestant: str, ranks: int, on: str) -> list[Record]:
+        """On this processor, of which the first records say nothing."""
+        return [each for each in self.of(contestant, ranks, "undisturbed") if each.get("processor", "") == on]
+
     def add(self, record: Record) -> None:
         self.all.append(record)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
 
+def processor() -> str:
+    """Its name and what torch's kernels use of it: two that agree in both add in the same order."""
+    import torch
+
+    names = re.findall(r"^model(?: name)?\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return ", ".join((*names[:2], torch.backends.cpu.get_cpu_capability()))
+
+
 def take_turn(name: str, records: Records, options: argparse.Namespace, ranks: int, upto: dict[str, int]) -> None:
     """Makes a contestant's runs that are lacking up to these numbers, of each kind."""
+    here = processor()
+    made_before = {
+        kind: records.undisturbed(name, ranks, here) if kind == "undisturbed" else records.of(name, ranks, kind)
+        for kind in upto
+    }
     lacking = [
         (kind, run)
         for kind, count in upto.items()
         for run in range(count)
-        if not any(each["run"] == run and each["seed"] == options.seed for each in records.of(name, ranks, kind))
+        if not any(each["run"] == run and each["seed"] == options.seed for each in made_before[kind])
     ]
     if not lacking:
         return
@@ -402,11 +420,12 @@ def take_turn(name: str, records: Records, options: argparse.Namespace, ranks: i
             print(f"{name}: left out: {contestant.why_not()}", flush=True)
             return
         for kind, run in lacking:
-            usual = records.of(name, ranks, "undisturbed")
+            usual = records.undisturbed(name, ranks, here)
             chance = random.Random(f"{options.seed} {kind} {ranks} {run}")
             with folder_for(kind, options.folder) as base:
                 made = Run(contestant, base, ranks, Usual.of(usual)).go(moments(kind, chance, ranks), kind)
             what = {"contestant": name, "ranks": ranks, "kind": kind, "run": run, "seed": options.seed}
+            what |= {"processor": here}
             records.add(
                 what | {"date": time.strftime("%Y-%m-%d"), "on": f"{revision()}: {versions()}, {machine()}"} | made
             )
@@ -428,12 +447,12 @@ def share(count: int, of: int) -> str:
 
 
 def row(name: str, records: Records, ranks: int, kind: str) -> str:
-    runs, usual = records.of(name, ranks, kind), records.of(name, ranks, "undisturbed")
-    weights = {each["weights"] for each in usual}
-    ended = [run for run in runs if run["ended"]]
-    same = sum(run["weights"] in weights for run in ended) if len(weights) == 1 and len(usual) > 1 else None
-    again = [run["steps"] - usual[0]["steps"] for run in ended]
-    slower = [run["seconds"] / statistics.median(each["seconds"] for each in usual) for run in ended]
+    runs = records.of(name, ranks, kind)
+    ended = [(run, records.undisturbed(name, ranks, run.get("processor", ""))) for run in runs if run["ended"]]
+    known = all(len(usual) > 1 and len({each["weights"] for each in usual}) == 1 for _, usual in ended)
+    same = sum(run["weights"] == usual[0]["weights"] for run, usual in ended) if known else None
+    again = [run["steps"] - usual[0]["steps"] for run, usual in ended]
+    slower = [run["seconds"] / statistics.median(each["seconds"] for each in usual) for run, usual in ended]
     cells = [
         len(runs),
         *(
