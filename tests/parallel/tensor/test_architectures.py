@@ -77,6 +77,20 @@ def test_what_is_not_sharded_does_not_pass(
     assert (result.verdict, result.why.removeprefix("model.layers.0.mlp")) == ("failed", why)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "option"), [(x, "use_qk_norm") for x in ("glm4_moe", "cohere")] + [("phi", "qk_layernorm")]
+)
+def test_norms_of_queries_and_keys(
+    architectures: Any, monkeypatch: pytest.MonkeyPatch, model_type: str, option: str
+) -> None:
+    narrow = architectures.narrow_model
+    monkeypatch.setattr(
+        architectures, "narrow_model", lambda name, **changes: narrow(name, **changes, **{option: True})
+    )
+    result = architectures.attempt(model_type)
+    assert (result.verdict, result.sequence) == ("passed", "yes")
+
+
 ROUTES = {
     "as the router says": None,
     "one rank's experts get all": [0, 1],

@@ -56,12 +56,6 @@ def of_type(model_type: str, **changes: Any) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-def test_a_variant_whose_plan_omits_a_norm() -> None:
-    check(of_type("cohere"))
-    with pytest.raises(UsageError, match=r"does not mention model\.layers\.0\.self_attn\.q_norm\.weight"):
-        check(of_type("cohere", use_qk_norm=True))
-
-
 def test_additional_modules_and_parameters() -> None:
     model = build("llama")
     model.model.layers[1].mlp.scale = nn.LayerNorm(48)
