@@ -474,3 +474,18 @@ def test_a_loss_function_that_is_set_in_training_counts_at_once(tmp_path: Path) 
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert [each == 0.0 for each in losses] == [step > CHANGED for step in range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("name", ["optimizer", "lr_scheduler"])
+def test_another_optimizer_or_schedule_is_refused_in_training(tmp_path: Path, name: str) -> None:
+    """It would have no effect."""
+
+    def replace(trainer: Trainer) -> None:
+        setattr(trainer, name, getattr(trainer, name))
+        optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        setattr(trainer, name, optimizer if name == "optimizer" else torch.optim.lr_scheduler.ConstantLR(optimizer))
+
+    trainer = make(str(tmp_path), None, Changes(replace))
+    with pytest.raises(UsageError, match=f"training has begun with another {name}"):
+        trainer.train()
+    replace(trainer)

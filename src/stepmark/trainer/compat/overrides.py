@@ -29,12 +29,14 @@ def check_overrides(cls: type, own: Mapping[str, Any]) -> None:
 
 
 def check_assignment(trainer: Any, name: str, value: Any) -> None:
-    """Raises UsageError for a hook of transformers' Trainer that is never called here, and for another model than the
-    Trainer was made with, set as an attribute of a Trainer."""
+    """Raises UsageError for a hook of transformers' Trainer that is never called here, for another model than the
+    Trainer was made with, and for another optimizer or schedule in training, set as an attribute of a Trainer."""
     kind = type(trainer).__name__
     if name in refusals("hook"):
         raise UsageError(f"{kind}: {name} is never called by stepmark's Trainer; override {refusals('hook')[name]}")
-    own = vars(trainer).get("model")
+    own, run = vars(trainer).get(name), vars(trainer).get("_callbacks")
+    if name in ("optimizer", "lr_scheduler") and run is not None and run.training and value is not own:
+        raise UsageError(f"{kind}: training has begun with another {name}; pass it in optimizers, or change its groups")
     if name == "model" and own is not None and value is not own:
         raise UsageError(
             f"{kind}: its model, which was moved and sharded for the device, cannot be replaced; make a new Trainer"
