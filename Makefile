@@ -29,7 +29,6 @@ SMOKE := tests/test_public.py tests/config tests/launch tests/sharding tests/che
 # What needs packages that no other environment has: sentence-transformers, bitsandbytes, lm_eval, deepspeed.
 NEEDING_OPTIONAL := tests/test_public.py tests/trainer/test_sentence_transformers.py \
     tests/parallel/optimizer/test_eight_bit.py \
-    tests/system/parity/test_whole_parameters.py::test_the_trainer_shards_and_resumes \
     tests/system/cli/test_lm_eval_example.py tests/interchange/test_deepspeed.py
 
 .PHONY: demo test suite smoke smoke-newest test-nightly test-lazy test-newest test-scalar test-latest test-lowest \

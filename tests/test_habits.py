@@ -56,9 +56,12 @@ def test_what_is_run_are_targets_of_make() -> None:
 
 
 def test_samples_of_the_suite_exist() -> None:
-    paths = re.findall(r"\btests/\w[\w/.]*", (ROOT / "Makefile").read_text())
+    named = (ROOT / "Makefile").read_text() + (ROOT / "constraints" / "lowest-tests.txt").read_text()
+    paths = re.findall(r"\btests/\w[\w/.]*", named)
     assert len(paths) > 15
     assert [path for path in paths if not (ROOT / path).exists()] == []
+    tests = re.findall(r"\b(tests/\w[\w/.]*)::(\w+)", named)
+    assert [(path, name) for path, name in tests if f"def {name}(" not in (ROOT / path).read_text()] == []
 
 
 def test_pre_commit_uses_the_pinned_ruff() -> None:
