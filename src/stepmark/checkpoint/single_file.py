@@ -212,8 +212,7 @@ def _to_host(state: Any, *, copy: bool) -> Any:
 
 
 def _tie(tensors: list[Tensor], copies: dict[int, Tensor]) -> None:
-    """Lets tensors that share device memory share one of the copies: it is written once, and they are tied again when
-    loaded."""
+    """Lets tensors that share device memory share one copy: it is written once, and they are tied again when loaded."""
     found: dict[tuple[Any, ...], Tensor] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage() if tensor.layout == torch.strided else None

@@ -79,8 +79,7 @@ def _train(recipe: Recipe) -> int:
 
 
 def _keep(error: Exception, folder: Path, prometheus_file: str | None) -> None:
-    """Records why this rank failed, also before training; a supervisor judges for all ranks. A wrong call leaves no
-    status."""
+    """Records why this rank failed, also before training, unless a supervisor judges for all. Not of a wrong call."""
     from stepmark.trainer.interruption.run_end import record_supervised_end
 
     rank = World.from_environment().rank

@@ -1,5 +1,4 @@
-"""Names that Stepmark refuses, and what to use instead: the table `refusals.csv`, which the documentation shows as a
-page."""
+"""Names that Stepmark refuses, and what to use instead: the table `refusals.csv`, a page of the documentation."""
 
 from __future__ import annotations
 

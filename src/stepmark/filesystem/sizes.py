@@ -27,8 +27,7 @@ def distinct_sizes(one: int, other: int) -> tuple[str, str]:
 def in_groups(
     items: Iterable[Item], sizes: Iterable[int], limit: int, first: int | None = None
 ) -> Iterator[list[Item]]:
-    """Consecutive items whose sizes add up to at most `limit`, those of the first group to `first`; a larger item is
-    alone."""
+    """Consecutive items of at most `limit` bytes together, the first group of `first`; a larger item is alone."""
     group: list[Item] = []
     total, most = 0, limit if first is None else first
     for item, each in zip(items, sizes, strict=True):

@@ -61,8 +61,7 @@ def handler_afterwards(earlier: Any, concluded_until: float | None = None) -> An
 
 
 def without_postponement(handler: Any) -> Any:
-    """The handler that the program itself has installed: the default action if an interrupted run has postponed
-    that."""
+    """The handler that the program has installed: the default action if an interrupted run has postponed that."""
     return signal.SIG_DFL if isinstance(handler, _IgnoreFor) else handler
 
 

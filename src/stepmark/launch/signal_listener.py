@@ -124,8 +124,7 @@ class Interrupts:
 
 
 def program_handler(number: int) -> Any:
-    """The handler that the program has for a signal outside of all `listening` blocks, as `signal.getsignal` returns
-    it."""
+    """The program's handler of a signal outside of all `listening` blocks, as `signal.getsignal` returns it."""
     earlier = {} if _listener is None else _listener.earlier_handlers
     return without_postponement(earlier[number] if number in earlier else signal.getsignal(number))
 

@@ -121,8 +121,7 @@ def keep_console(folder: Path) -> None:
 
 
 def json_line(values: dict[str, Any], level: str = "info", rank: int | None = 0) -> str:
-    """The values as a JSON object, with the time (seconds since 1970), level and rank; non-finite numbers are
-    strings."""
+    """The values as a JSON object, with time (seconds since 1970), level and rank; non-finite numbers are strings."""
     broken = {key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
     finite = {key: str(value) if key in broken else value for key, value in values.items()}
     return json.dumps({"time": time.time(), "level": level, "rank": rank, **finite}, default=str)

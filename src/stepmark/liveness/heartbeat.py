@@ -187,8 +187,7 @@ def is_here(path: Path) -> bool:
 
 
 def _find_own(path: Path) -> Heartbeat | None:
-    """The heartbeat of this process in that file: by the file's identity, or by its path where inode numbers are not
-    stable."""
+    """The heartbeat of this process in that file: by the file's identity, or its path where inode numbers change."""
     resolved, file = path.resolve(), None
     with contextlib.suppress(OSError):  # gone or unreachable: then its path decides
         status = os.stat(path)

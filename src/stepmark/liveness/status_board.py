@@ -197,8 +197,7 @@ class StatusBoard:
 
 
 class UnsharedStore(StatusBoard):
-    """Of ranks that may have no folder to write to, such as readers of `folder`: nothing is posted, and no late rank is
-    named."""
+    """Of ranks that may have no folder to write to, such as readers of `folder`: posts nothing, names no late rank."""
 
     def try_to_post(self, topic: str, value: Any = None) -> None:
         """Does nothing."""

@@ -110,8 +110,7 @@ def innermost(places: Sequence[CodeLocation]) -> str:
 
 
 def stack(places: Sequence[CodeLocation], number: int = 12) -> list[str]:
-    """The innermost functions of a thread, the innermost last. Source files, whose file system may hang, are not
-    read."""
+    """The innermost functions of a thread, the innermost last. Reads no source files, whose file system may hang."""
     return [f'File "{each.file}", line {each.line}, in {each.function}' for each in places[:number]][::-1]
 
 

@@ -50,8 +50,7 @@ PIECES, BITS = 3, 12  # of a digest that ranks add up: sums of pieces are exact 
 
 
 class Calls(NamedTuple):
-    """What a rank has gathered, reduced and received, one after the other: the latest of them in words, and a checksum
-    of all."""
+    """What a rank has gathered, reduced and received, in order: the latest of it in words, and a checksum of all."""
 
     made: Sequence[str]
     checksum: int = 0

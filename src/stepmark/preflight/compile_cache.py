@@ -46,8 +46,7 @@ class CacheEntry:
 
 
 def find_entries(folder: Path) -> list[CacheEntry]:
-    """The entries in a cache folder, those that were not used for longest first. Entries that vanish meanwhile are left
-    out."""
+    """The entries in a cache folder, the least recently used first. Entries that vanish meanwhile are left out."""
     found = []
     for kind, path in _paths(folder, DEPTH):
         with suppress(OSError):

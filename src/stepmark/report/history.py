@@ -347,8 +347,7 @@ def _told(event: Line) -> str:
 
 
 def names(histories: Sequence[History]) -> list[str]:
-    """The runs' names, or if two are equal their paths from the folder that contains all; a run that is there twice has
-    one name."""
+    """The runs' names, or where two are equal their paths from the folder that contains all; one name for each run."""
     plain = [history.name for history in histories]
     folders = [history.folder.resolve() for history in histories]
     if len(set(plain)) == len(set(folders)):

@@ -84,8 +84,7 @@ class RunHooks:
     # Saves
 
     def save(self, begin: Action, wait: Action) -> None:
-        """Begins a save, inside a subclass's `_save_checkpoint` where there is one. `wait` returns when it is on disk.
-        Collective."""
+        """Begins a save, inside a subclass's `_save_checkpoint`, if any. `wait` ends when it is on disk. Collective."""
         trainer = self._trainer
         if not trainer._overridden("_save_checkpoint"):
             begin()
@@ -112,8 +111,7 @@ class RunHooks:
             wait()
 
     def collect_files(self) -> None:
-        """Before a save: lets an overridden `save_model` or `_save` write the files that the checkpoint gets.
-        Collective."""
+        """Before a save: an overridden `save_model` or `_save` writes files that the checkpoint gets. Collective."""
         trainer = self._trainer
         if trainer._overridden("save_model") or trainer._overridden("_save"):
             trainer._saved.collect(trainer.save_model)

@@ -87,8 +87,7 @@ def model_of(model: nn.Module | None, make: Callable[..., nn.Module] | None, see
 
 
 def prepare_model(model: nn.Module, args: TrainingArguments, context: Context) -> Mesh:
-    """Moves the model to the device with rank 0's weights, sharded and debugged as `args` says. Returns its mesh.
-    Collective."""
+    """Moves the model to the device with rank 0's weights, sharded as `args` says. Returns its mesh. Collective."""
     applied = parallelized(model)
     check_not_quantized(model)
     if applied is None:

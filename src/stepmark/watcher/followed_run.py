@@ -35,8 +35,7 @@ logger = logging.getLogger("stepmark")
 
 
 class FollowedRun:
-    """Keeps the folder in step with the run in the bucket, in one process. `owned`: whether a live run had it, at the
-    last look."""
+    """Keeps the folder in step with the run in the bucket. `owned`: whether a live run had it, at the last look."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._bucket = folder, Bucket(with_addresses(str(folder)))

@@ -128,8 +128,7 @@ class EvaluationSetup:
         }
 
     def summary(self, origin: str) -> str:
-        """One line: the data, and what else the numbers depend on. `origin` says where a block size comes from that is
-        not given."""
+        """One line: the data, and what else the numbers depend on. `origin`: of a block size that is not given."""
         sets = [
             f"{len(each.blocks)} samples of up to {each.blocks.block_size} tokens of {each.source}"
             for each in self.sets.values()

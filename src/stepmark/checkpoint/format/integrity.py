@@ -95,8 +95,7 @@ def check_file(folder: Path, entry: FileEntry) -> None:
 
 
 def checked_header(data: bytes, manifest: Manifest, entry: FileEntry, where: object) -> Header:
-    """The header in a file's first bytes. Raises CheckpointDamaged, which begins with `where`, if it is not the
-    manifest's."""
+    """The header in a file's first bytes. Raises CheckpointDamaged, after `where`, if it is not the manifest's."""
     if bytes_checksum(data) != entry.digest:
         raise CheckpointDamaged(f"{where}: its header does not match its checksum")
     try:

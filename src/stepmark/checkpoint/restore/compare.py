@@ -52,8 +52,7 @@ def compare(plan: ReadPlan, state: Mapping[str, Any], sections: Iterable[Section
 
 @contextmanager
 def errors_of(plan: ReadPlan, section: Section) -> Iterator[None]:
-    """Notes in which section something differs. Raises CheckpointDamaged where stored values are not what they should
-    be."""
+    """Notes in which section something differs. Raises CheckpointDamaged where stored values cannot be right."""
     try:
         yield
     except CheckpointMismatch as error:

@@ -118,8 +118,7 @@ class Restorer:
         return Restored(path, self._restore(path, state))
 
     def _restore(self, path: Path, state: Mapping[str, Any]) -> int:
-        """Restores from this checkpoint; returns its step. Raises CheckpointDamaged, on all ranks, where it is
-        corrupted."""
+        """Restores from this checkpoint; returns its step. Raises CheckpointDamaged, on all ranks."""
         self._save = None
         with ExitStack() as files, ExitStack() as undo:
             plan: ReadPlan = self._together("comparing", lambda: self._compare(path, state, files, undo), path)
@@ -129,8 +128,7 @@ class Restorer:
             return plan.manifest.step
 
     def _compare(self, path: Path, state: Mapping[str, Any], files: ExitStack, undo: ExitStack) -> ReadPlan:
-        """Describes the state and plans what is read, and what is done with it. Nothing is changed but what `undo`
-        restores."""
+        """Describes the state, plans what is read and what is done with it. Changes only what `undo` restores."""
         manifest = read_manifest(path)
         self._save = manifest.save
         self.clock.saw(manifest.time)

@@ -98,8 +98,7 @@ def plan_copies(plan: SavePlan, extents: Sequence[Extent], entries: Mapping[tupl
 
 
 class PendingCopies:
-    """Copies to make while training goes on, and those that devices have not made yet. Call `run` or `drop`: optimizers
-    wait."""
+    """Copies to make while training goes on, and those still on devices. Call `run` or `drop`: optimizers wait."""
 
     def __init__(self, copies: list[Copy], runtime: Runtime, streams: Sequence[SideStream] = ()) -> None:
         self._copies = copies

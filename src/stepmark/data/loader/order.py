@@ -67,8 +67,7 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class Epoch:
-    """One pass over `size` samples in steps of `global_batch`; with `drop_last`, an incomplete last step is left
-    out."""
+    """One pass over `size` samples in steps of `global_batch`; `drop_last` leaves out an incomplete last step."""
 
     size: int
     global_batch: int

@@ -59,8 +59,7 @@ class TokenFile:
 
 
 class MappedArray:
-    """The array in a file, mapped into memory when it is first read, and again in a process that receives a pickled
-    copy."""
+    """The array in a file, mapped into memory when it is first read, also in a process that gets a pickled copy."""
 
     def __init__(self, path: Path, dtype: str | np.dtype[Any]) -> None:
         self._path, self._dtype = path, dtype

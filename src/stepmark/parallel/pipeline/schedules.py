@@ -42,8 +42,7 @@ class Task:
         return self.stage + (1 if self.kind == FORWARD else -1)
 
     def needs(self, stages: int) -> Task | None:
-        """The task whose result this one starts from; None for the first stage's forward and the last one's backward
-        pass."""
+        """The task whose result this one starts from; None for the first stage's forward and the last's backward."""
         before = self.stage - 1 if self.kind == FORWARD else self.stage + 1
         return Task(self.kind, before, self.micro_batch) if 0 <= before < stages else None
 

@@ -20,8 +20,7 @@ from stepmark.runtime.stage_transfers import ENCODED, Exchange, Form
 
 @dataclass
 class Activation:
-    """Hidden states between two stages, on their way or arrived, and what gives the generator's state that goes with
-    them."""
+    """Hidden states between two stages, on their way or arrived, and what gives the generator's state beside them."""
 
     hidden: Tensor
     generator: Callable[[], Tensor] | None = None

@@ -50,8 +50,7 @@ class Heads:
 
 
 def heads_of(name: str, module: nn.Module, config: Any, ranks: int) -> Heads | None:
-    """The heads of an attention module; None for any other module. Raises UsageError where `ranks` cannot share them
-    equally."""
+    """The heads of an attention module; None for others. Raises UsageError where `ranks` cannot share them equally."""
     width = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
     children = dict(module.named_children())
     latent = "kv_b_proj" in children

@@ -63,8 +63,7 @@ class SequenceBlock:
 
 @dataclass(frozen=True)
 class Stack:
-    """Layers that are called one after another, and the module whose output is gathered: the norm that follows, or the
-    last layer."""
+    """Layers that are called one after another, and the module whose output is gathered: a norm, or the last layer."""
 
     layers: nn.ModuleList
     last: nn.Module
@@ -129,8 +128,7 @@ def _is_dropout(module: nn.Module) -> bool:
 
 
 def _treats_tokens_alone(module: nn.Module, width: int) -> bool:
-    """Whether it is a dropout, or what a norm is: without matrices, and each token's output depends on that token
-    alone."""
+    """Whether it is a dropout, or like a norm: without matrices, and a token's output depends on that token alone."""
     module = base_of(module)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if _is_dropout(module) or any(each.dim() > 1 for each in tensors.values()):

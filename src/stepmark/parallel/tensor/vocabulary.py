@@ -102,8 +102,7 @@ class VocabParallelHead:
 
 
 class VocabParallelLoss:
-    """Replaces transformers' ForCausalLMLoss in a model with a sharded head: the same loss, from logits that may be
-    sharded."""
+    """Replaces transformers' ForCausalLMLoss where the head is sharded: the same loss, from logits that may be, too."""
 
     def __init__(self, head: VocabParallelHead, on_complete: Callable[..., Tensor]) -> None:
         self._head = head
@@ -166,8 +165,7 @@ class _CrossEntropy(Function):
 
 
 def use_vocab_parallel_loss(model: Any, head: VocabParallelHead, called: Sequence[nn.Module]) -> None:
-    """Makes a causal model compute its own loss from sharded logits while it trains. `called`: the modules by which it
-    is called."""
+    """Lets a causal model in training compute its own loss from sharded logits. `called`: the modules that call it."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     forward = inspect.unwrap(type(model).forward)

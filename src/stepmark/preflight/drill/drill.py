@@ -120,8 +120,7 @@ class Drill:
         self.result: tuple[dict[int, str], str] = {}, ""  # of the undisturbed run
 
     def overrides(self, save_steps: int | str, **fields: str) -> dict[str, str]:
-        """The fields in which a run differs from the recipe: it is short, logs each step, and writes to its own folder
-        alone."""
+        """The fields in which a run differs from the recipe: it is short, logs each step, and has its own folder."""
         logging = {"logging_strategy": "steps", "logging_steps": "1", "report_to": "none", "disable_tqdm": "true"}
         saving = {"save_strategy": "steps", "save_steps": str(save_steps), "save_total_limit": "null"}
         whole = {"save_only_model": "false", "save_on_signal": "true", "load_best_model_at_end": "false"}

@@ -54,8 +54,7 @@ class RankMemory:
 
     @property
     def bubble(self) -> float:
-        """The share of a step in which a rank waits for the others of its pipeline, where all stages take equally
-        long."""
+        """The share of a step in which a rank waits for others of its pipeline, where all stages take equally long."""
         args = self.args
         return ideal_idle_share(args.pipeline_parallel_size, args.gradient_accumulation_steps, args.pipeline_chunks)
 

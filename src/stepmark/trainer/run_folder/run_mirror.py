@@ -46,8 +46,7 @@ def checkpoint_here(address: str, context: Context) -> str:
 
 
 def check_place(args: TrainingFields, host: HostGroup) -> None:
-    """Tries there what a run needs, if it has one. Collective. Raises StepmarkError, on all ranks, for what does not
-    work."""
+    """Tries there what a run needs, if it has one. Collective. Raises StepmarkError, on all ranks."""
     if args.mirror_to is None or extracting_graphs():
         return
     check = Bucket(args.mirror_to).check
