@@ -48,8 +48,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 class _ForgivingFile(io.FileIO):
-    """Standard error, whose writes succeed without effect once its reader is gone, as with `2>&1 | head`: that must
-    not end a run."""
+    """Standard error, whose writes succeed without effect once its reader is gone (`2>&1 | head`): no end of a run."""
 
     def write(self, content: Any) -> int:
         try:

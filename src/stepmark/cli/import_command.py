@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from stepmark.liveness.gc_pause import without_collection
 if TYPE_CHECKING:
     from stepmark.interchange.sources.foreign import ForeignCheckpoint
 
+_SETTINGS = "lr betas eps weight_decay momentum nesterov amsgrad maximize decoupled_weight_decay"
 TAKES = {"source": OBJECTS}
 HELP = "convert a checkpoint of another tool to a Stepmark checkpoint, or to a Hugging Face model folder"
 
@@ -95,6 +97,15 @@ def summary(found: ForeignCheckpoint) -> dict[str, Any]:
     }
 
 
+def _settings(found: ForeignCheckpoint) -> Iterator[str]:
+    """Of the optimizer, which a run has from its arguments, with the values of all groups."""
+    groups = [] if found.optimizer is None else found.optimizer.groups
+    for name in _SETTINGS.split():
+        usual = None, name == "decoupled_weight_decay"  # of AdamW, and else False
+        if values := dict.fromkeys(str(each[name]) for each in groups if each.get(name) not in usual):
+            yield f"{name} {' and '.join(values)}"
+
+
 def lines(found: ForeignCheckpoint) -> list[str]:
     """What was found, for people."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in found.mesh.items() if size)
@@ -103,10 +114,12 @@ def lines(found: ForeignCheckpoint) -> list[str]:
         what.append(f"optimizer (states of {len(found.optimizer.states)} parameters)")
     if found.schedule is not None:
         what.append("schedule")
+    told = [*_settings(found)]
     step = "" if found.step is None else f", step {found.step}"
     return [
         f"{found.folder}: {found.kind}{step}{f' ({mesh})' if mesh else ''}",
         f"  found: {', '.join(what)}",
+        *(["  to be given again, as arguments or with an optimizer: " + ", ".join(told)] if told else []),
         *(f"  assumed: {text}" for text in found.assumed),
         *(f"  not taken: {text}" for text in found.lost),
     ]

@@ -7,6 +7,7 @@ from typing import Any
 
 from stepmark.config.optimizers import WHOLE_PARAMETERS
 
+LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")  # ends of names of metrics
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # lr_scheduler_types that follow evaluations
 CHANGES = ("data", "model", "optim", "seed", "tokenizer")  # that a resumption may accept
 _OF_SEVERAL_RANKS = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from stepmark.config.activation_checkpointing import checkpointing_options
-from stepmark.config.contradictions import METRIC_SCHEDULES, contradictions
+from stepmark.config.contradictions import LOWER_IS_BETTER, METRIC_SCHEDULES, contradictions
 from stepmark.config.fields import (
     ABOVE_0,
     BUCKET,
@@ -188,7 +188,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
         if self.metric_for_best_model is None and (finds_best or self.lr_scheduler_type in METRIC_SCHEDULES):
             self.metric_for_best_model = "loss"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
-            self.greater_is_better = not self.metric_for_best_model.endswith("loss")
+            self.greater_is_better = not self.metric_for_best_model.endswith(LOWER_IS_BETTER)
         if self.save_on_signal is None:
             self.save_on_signal = self.save_strategy != "no" and not self.save_only_model
         if self.eval_strategy == "steps" and self.eval_steps is None:

@@ -118,8 +118,7 @@ def evaluate(
 
 
 def named_sets(dataset: Any, prefix: str, argument: str = "dataset") -> dict[str, Any]:
-    """The evaluation sets by the prefix of their metrics. Raises DataError, which names the argument, for an empty
-    one."""
+    """The evaluation sets by the prefix of their metrics. Raises DataError, which names it, for an empty one."""
     sets = dataset.items() if isinstance(dataset, Mapping) else [(None, dataset)]
     for name, each in sets:
         if hasattr(each, "__len__") and not len(each):

@@ -56,8 +56,7 @@ def ignored_outputs(model: nn.Module) -> list[str]:
 
 
 def predictions_of(outputs: Any, ignored: Sequence[str]) -> Any:
-    """All outputs but the loss, caches and `ignored`: alone if it is one, otherwise a tuple in the model's order. None
-    without any."""
+    """All outputs but the loss, caches and `ignored`: one alone, several as a tuple in the model's order, or None."""
     if isinstance(outputs, Mapping):
         outputs = tuple(value for key, value in outputs.items() if key not in ("loss", CACHE, *ignored))
     if isinstance(outputs, (tuple, list)):

@@ -138,8 +138,7 @@ class Bucket:
         raise FileExistsError(errno.EEXIST, "another object is there already", self.address(name))
 
     def put(self, name: str, data: bytes | Iterable[Any]) -> None:
-        """Makes or replaces an object, of bytes, or of blocks that are sent in parts as they come; a single one is sent
-        in one request."""
+        """Makes or replaces an object, of bytes, or of blocks that are sent in parts; a single one in one request."""
         blocks = iter([data] if isinstance(data, bytes) else data)
         first, second = next(blocks, b""), next(blocks, None)
         with self._request(name):

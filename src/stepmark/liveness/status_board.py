@@ -71,8 +71,7 @@ class StatusBoard:
         files.replace_file(self.folder / f"{topic}.{self.rank}", json.dumps(value).encode())
 
     def try_to_post(self, topic: str, value: Any = None) -> None:
-        """Posts a value, and only logs if that fails, as on a full disk, or takes long; the other ranks then wait until
-        the deadline."""
+        """Posts a value; logs if that fails, as on a full disk, or takes long: others then wait until the deadline."""
 
         def post() -> None:
             try:
@@ -93,8 +92,7 @@ class StatusBoard:
         self.try_to_post(_DONE)
 
     def close(self, ranks: Collection[int], deadline: float) -> bool:
-        """Removes the posts once these ranks have left; keeps them if one has not left by the deadline. Returns whether
-        they were removed."""
+        """Removes the posts once these ranks have left, unless one stays until the deadline. Returns whether it did."""
         try:
             self.wait(_DONE, ranks, deadline, raise_failures=False)
         except (CheckpointTimeout, PeerLost, OSError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,8 @@ def load_adapted(
         if expected is None or _digest(adapted) == expected:
             return adapted
     raise CheckpointMismatch(
-        f"{name} is not the base model that the adapter was trained on: its weights differ; name that one with "
-        "--base-model"
+        f"{name} is not the base model that the adapter was trained on: its weights differ, or it had another adapter "
+        "beside this one; name that one with --base-model"
     )
 
 
@@ -126,6 +127,15 @@ def merge_adapter(folder: Path, base: str, manifest: Manifest, max_shard_size: i
         adapted = load_adapted(folder, manifest, base)
     except (UsageError, CheckpointMismatch) as error:
         raise type(error)(f"--merge-adapters: {error}") from error
+    named = [(name, id(each)) for name, each in adapted.named_parameters(remove_duplicate=False)]
+    owners = Counter(each for _, each in named)
+    for name, each in named:
+        if (
+            owners[each] > 1 and ".base_layer." in name and ".token_adapter." not in name
+        ):  # peft ties the latter as well
+            raise UsageError(
+                f"--merge-adapters: {name} is tied to another weight, which this would change; do not merge"
+            )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # peft's, about what it saves
         merged = adapted.merge_and_unload()

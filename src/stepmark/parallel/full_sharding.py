@@ -115,8 +115,7 @@ def compare_calls(model: nn.Module, host: HostGroup) -> None:
 
 
 class LayerParameters:
-    """Gathers the parameters of a layer (torch's `AllGather`), between hosts by sends and receives; records that in
-    `calls`."""
+    """Gathers a layer's parameters (torch's `AllGather`), between hosts by sends and receives; recorded in `calls`."""
 
     def __init__(self, axis: GroupCollectives, calls: LayerCalls, name: str, does: str = GATHERS) -> None:
         self._axis = axis

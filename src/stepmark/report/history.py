@@ -163,8 +163,7 @@ class History:
         return list(zip(self.attempts, self.attempts[1:], strict=False))
 
     def best(self) -> BestEvaluation | None:
-        """By `metric_for_best_model` if the run has one, else by the lowest loss: eval_loss, or the loss of the first
-        of several sets."""
+        """By `metric_for_best_model` if the run has one, else by the lowest loss, of several sets that of the first."""
         losses = sorted({name for each in self.evaluations for name in each.values if name.endswith("_loss")})
         first = "eval_loss" if "eval_loss" in losses or not losses else losses[0]
         metric = self.started.get("metric_for_best_model") or first

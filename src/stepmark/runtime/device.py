@@ -62,8 +62,7 @@ def print_count(wish: str) -> None:
 
 
 def create_runtime(device: str, local_rank: int = 0, local_size: int = 1) -> Runtime:
-    """The runtime of device type `device` (see `choose_device`) for one of this machine's `local_size` ranks. Raises
-    DeviceError."""
+    """The runtime of device type `device` for one of this machine's `local_size` ranks. Raises DeviceError."""
     if device == "xla":
         from stepmark.runtime.xla import XlaRuntime
 

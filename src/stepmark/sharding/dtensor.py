@@ -43,8 +43,7 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def reshard(module: nn.Module) -> None:
-    """Frees parameters that torch's `fully_shard` has gathered in a forward pass without a backward pass, so that they
-    are DTensors again."""
+    """Frees what `fully_shard` has gathered in a forward pass without a backward pass: DTensors are there again."""
     kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     for each in module.modules() if kind is not None else ():
         if isinstance(each, kind):

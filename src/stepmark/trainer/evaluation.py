@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import Subset
 
-from stepmark.data.loader.own_state import generators_kept_by
+from stepmark.data.loader.own_state import generators_kept_by, own_state, set_own_state
 from stepmark.errors import PeerFailed, PredictionsTooLarge, UsageError
 from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import by_batch, summarize
@@ -81,16 +81,21 @@ class TrainerEvaluation:
         loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
         by_batches = self.compute_metrics if self.args.batch_eval_metrics and not loss_only else None
         self.callbacks.handler.eval_dataloader = batches
-        return self.evaluator(
-            self.loaders.steps_of(batches),
-            gather=gather and not loss_only,
-            joined=self.args.eval_do_concat_batches,
-            include=self.args.include_for_metrics or (),
-            batch_metrics=None if by_batches is None else by_batch(by_batches),
-            ignore_keys=ignore_keys,
-            before_batch=(self.pause or EvaluationProgress()).before_batch,
-            after_batch=lambda: self.callbacks.event("on_prediction_step") if announces else None,
-        )
+        inside = getattr(batches, "before_prepare", batches)
+        kept = own_state(inside)  # also of a stream that is trained on, and each evaluation draws the same
+        try:
+            return self.evaluator(
+                self.loaders.steps_of(batches),
+                gather=gather and not loss_only,
+                joined=self.args.eval_do_concat_batches,
+                include=self.args.include_for_metrics or (),
+                batch_metrics=None if by_batches is None else by_batch(by_batches),
+                ignore_keys=ignore_keys,
+                before_batch=(self.pause or EvaluationProgress()).before_batch,
+                after_batch=lambda: self.callbacks.event("on_prediction_step") if announces else None,
+            )
+        finally:
+            set_own_state(kept, inside)
 
     def metrics(self, evaluation: Evaluation, prefix: str) -> Metrics:
         """The metrics, with `compute_metrics` those of rank 0. Where it fails on one rank, all ranks raise an error."""

@@ -7,6 +7,7 @@ the library's class, of Stepmark's Trainer and of transformers'.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import importlib
@@ -105,17 +106,13 @@ class Base(Trainer, _Refused, transformers.Trainer):  # type: ignore[misc, overr
         """TRL's `compute_loss`, with the metrics of the logical rank; none where it only takes part in others' passes
         or has no samples."""
         own: Any = self
-        if not self._joins_at_logs:
-            return compute(self, *given, **options)
-        kept = own._metrics, own._total_train_tokens
-        if is_filler():
-            own._metrics = {mode: defaultdict(list) for mode in own._metrics}
-        own.accelerator.keeps_own = own.compute_loss_func is None  # which may join more than metrics
+        kept = (copy.deepcopy(own._metrics), own._total_train_tokens) if is_filler() else None
+        own.accelerator.keeps_own = self._joins_at_logs and own.compute_loss_func is None  # which may join more
         try:
             return compute(self, *given, **options)
         finally:
             own.accelerator.keeps_own = False
-            if is_filler():
+            if kept is not None and (self._joins_at_logs or not own.accelerator.has_samples):
                 own._metrics, own._total_train_tokens = kept
 
     def _own_log(self, log: Any, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -240,12 +237,13 @@ def trainer_on_stepmark(kind: Any, arguments: type, module: str) -> type:
         "arguments_class": arguments,
         "_library": library,
     }
+    if library == "trl":
+        namespace["compute_loss"] = functools.wraps(kind.compute_loss)(
+            lambda self, *given, **options: self._own_loss(kind.compute_loss, *given, **options)
+        )
     if library == "trl" and kind.__name__ in HOSTED:
         namespace |= {
             "_hosts_ranks": True,
-            "compute_loss": functools.wraps(kind.compute_loss)(
-                lambda self, *given, **options: self._own_loss(kind.compute_loss, *given, **options)
-            ),
             "log": lambda self, *given, **options: self._own_log(kind.log, *given, **options),
         }
     metaclass: Any = type(Base)

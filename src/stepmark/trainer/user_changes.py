@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
+from torch.utils.data import Sampler
 
-from stepmark.data.loader.own_state import LIBRARIES
+from stepmark.data.loader.own_state import LIBRARIES, LONGEST, parts_of
 from stepmark.filesystem.printable import listed
 from stepmark.parallel.optimizer.named import NUMBERS, to_python
 from stepmark.trainer.callbacks import RunCallbacks
@@ -46,6 +48,8 @@ class UserChanges:
         self._rates = list(getattr(self._schedule, "base_lrs", ()))
         self._run, self._callbacks = run, run.handler.callbacks
         self._datasets = dict(_own_datasets(parts.loader.dataset))
+        given = parts_of(getattr(parts.loader, "given", None))
+        self._samplers = {type(each).__name__: each for each in given if isinstance(each, Sampler)}
         self._in_datasets = self._of_datasets()
         self._collator = getattr(parts.loader.collate_fn, "__self__", parts.loader.collate_fn)
         self._begun = 0  # steps of this process
@@ -104,8 +108,7 @@ class UserChanges:
 
     @contextmanager
     def watching(self, what: str, *, settings: bool = False) -> Iterator[None]:
-        """Warns, with these words, of parameters that callbacks write to in the block, and of `settings` that they
-        change there."""
+        """Warns, with these words, of parameters, and `settings`, that callbacks write to in the block."""
         before = self._written() | (self._settings() if settings else {})
         yield
         after = self._written() | (self._settings() if settings else {})
@@ -181,14 +184,15 @@ class UserChanges:
         an extra state, and numbers of callbacks and datasets."""
         found: dict[str, Any] = {}
         callbacks = ((type(each).__name__, each) for each in self._callbacks)
+        data = self._datasets | self._samplers
         collators = {COLLATOR: self._collator}.items() if hasattr(self._collator, "__dict__") else ()
-        for name, owner in (*self._model.named_modules(), *callbacks, *self._datasets.items(), *collators):
+        for name, owner in (*self._model.named_modules(), *callbacks, *data.items(), *collators):
             is_module = isinstance(owner, nn.Module)
             buffers = {key: owner._buffers[key] for key in owner._non_persistent_buffers_set} if is_module else {}
             plain = name == COLLATOR or (is_module and type(owner).get_extra_state is nn.Module.get_extra_state)
             for key, value in {**(vars(owner) if plain or not is_module else {}), **buffers}.items():
-                as_list = name in self._datasets and type(value) is list
-                state = id(value) if as_list else self._state_of_value(value, plain=plain)
+                counted = name in data and type(value) in (list, np.ndarray)
+                state = _state_of_list(value) if counted else self._state_of_value(value, plain=plain)
                 found |= {} if state is None or key == "training" else {f"{name}.{key}".lstrip("."): state}
         return found
 
@@ -204,6 +208,13 @@ class UserChanges:
         if isinstance(value, Tensor):
             return None if value.requires_grad else (id(value), self._runtime.version(value))
         return len(value) if plain and type(value) is list else value if plain and type(value) in NUMBERS else None
+
+
+def _state_of_list(value: Any) -> tuple[int, str]:
+    """Differs once it was replaced, or changed where it has few plain values, not samples."""
+    values = value if type(value) is list else value.reshape(-1)
+    plain = len(values) <= LONGEST and all(np.isscalar(each) for each in values)
+    return id(value), repr(value) if plain else ""
 
 
 def _tensors_of(value: Any, depth: int = 2) -> list[Tensor]:

@@ -69,8 +69,7 @@ def compile_layers(model: nn.Module, args: TrainingFields, *, static: bool) -> N
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The modules in the model's outermost lists, if most of its parameters but those of embeddings are there; else the
-    model itself."""
+    """The modules in the model's outermost lists, if these have most of the parameters; else the model itself."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     inner = {id(part) for each in lists for layer in each for part in layer.modules()}
     layers = [layer for each in lists if id(each) not in inner for layer in each]

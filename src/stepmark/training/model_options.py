@@ -112,8 +112,7 @@ def check_bf16(device: torch.device) -> None:
 
 
 def check_fp16(runtime: Runtime) -> None:
-    """Raises DeviceError where the device cannot train in float16: it needs to know at every step whether a gradient
-    has overflowed."""
+    """Raises DeviceError where the device cannot train in float16, which needs to know of every overflow."""
     native = runtime.device.type not in ("cuda", "cpu")
     if runtime.lazy or (native and not computes_in(runtime.device, torch.float16)):
         raise DeviceError(f"fp16: {runtime.name} trains in bfloat16; set bf16: true instead")

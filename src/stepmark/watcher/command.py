@@ -50,8 +50,7 @@ def evaluate_command(request: Request) -> int:
 
 
 def _recipe_of(request: Request) -> Recipe | None:
-    """That of the run: in its folder, or as a copy in its newest checkpoint, as where those were copied. None before it
-    has begun."""
+    """That of the run: in its folder, or the copy in its newest checkpoint. None before the run has begun."""
     path = request.path
     folders = (path, next(iter(checkpoints(path)), path)) if request.is_run else (path.absolute().parent, path)
     return find_recipe(*folders, trusts_code=request.trust_remote_code)[0]

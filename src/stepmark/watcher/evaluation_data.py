@@ -109,7 +109,8 @@ class Request:
             found |= {"text_column": None, "messages_column": self.messages_column}
         if self.assistant_only_loss is not None:
             found["assistant_only_loss"] = self.assistant_only_loss
-        if found.get("assistant_only_loss") and not found.get("messages_column"):
+        given = self.data or self.assistant_only_loss  # else the run's own sources may have columns of their own
+        if given and found.get("assistant_only_loss") and not found.get("messages_column"):
             raise UsageError("--assistant_only_loss: is for conversations; give --messages_column, or leave it out")
         return found
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, point_best
+from stepmark.config.contradictions import LOWER_IS_BETTER
 from stepmark.errors import UsageError
 from stepmark.filesystem.files import make_own_folder
 from stepmark.trainer.interruption.run_end import ask_to_stop
@@ -45,7 +46,7 @@ class BestTracker:
             raise UsageError(f"--metric {metric or 'loss'}: the evaluation has no such metric; it has {found}")
         if chosen is None:
             return None
-        greater = not chosen.endswith(("loss", "perplexity", "bits_per_byte"))
+        greater = not chosen.endswith(LOWER_IS_BETTER)
         return cls(chosen, greater if greater_is_better is None else greater_is_better)
 
     def step(self, evaluated: Sequence[Mapping[str, Any]]) -> int | None:

@@ -62,8 +62,7 @@ def make_memory(run: Path) -> Path:
 
 
 def free_memory(run: Path) -> None:
-    """Removes the run's folder in shared memory, if it has one. Call it only as the owner of the run's folder. Raises
-    OSError."""
+    """Removes the run's folder in shared memory, if it has one. For the owner of the run's folder. Raises OSError."""
     if (path := memory_of(run)) is not None:
         files.remove_tree(path)
         files.remove_file(run / COORDINATION / _TOKEN)

@@ -23,8 +23,7 @@ _reused = threading.local()
 
 
 def thread_memory(purpose: str, size: int) -> memoryview:
-    """This thread's memory for a purpose, page-aligned, and two pages longer at least. It is reused: new memory costs
-    more than reading."""
+    """This thread's memory for a purpose, page-aligned, two pages longer, and reused: new costs more than reading."""
     memory: memoryview | None = getattr(_reused, purpose, None)
     if memory is None or len(memory) < size + 2 * PAGE:
         memory = memoryview(mmap.mmap(-1, max(size, 4 * CHECKSUM_BLOCK) + 2 * PAGE))

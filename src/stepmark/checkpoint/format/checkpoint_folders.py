@@ -83,8 +83,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """The checkpoint at a path, complete or not, or those of the run there, newest step first. Raises
-    CheckpointNotFound."""
+    """The checkpoint at a path, maybe incomplete, or those of its run, newest first. Raises CheckpointNotFound."""
     path = resolve_link(path)
     found = [path] if (path / MANIFEST).exists() else checkpoints(path)
     if not found and path.is_dir() and step_of(path) is not None:

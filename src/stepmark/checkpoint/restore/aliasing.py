@@ -57,8 +57,7 @@ def _clash(targets: Sequence[ReadTarget], reader: TensorReader) -> tuple[ReadTar
 
 
 def _sharing(targets: Sequence[ReadTarget]) -> Iterator[tuple[ReadTarget, ReadTarget]]:
-    """Pairs of targets that are or may be in the same memory; of several in exactly the same memory, the first with
-    each of the others."""
+    """Pairs of targets that are or may be in the same memory; of several in one memory, the first with each."""
     places = [place for index, target in enumerate(targets) for place in _places(index, target)]
     near: list[_Place] = []
     seen: set[tuple[int, int]] = set()

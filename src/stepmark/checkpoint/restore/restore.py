@@ -42,8 +42,7 @@ Compare = Callable[[ReadPlan, Mapping[str, Any], Iterable[Section]], None]
 
 
 class Restored(NamedTuple):
-    """The checkpoint that a state was restored from, and on rank 0 the corrupted ones that were quarantined, each with
-    the reason."""
+    """The checkpoint that a state was restored from, and on rank 0 the corrupted ones, set aside, with the reasons."""
 
     path: Path
     step: int

@@ -85,8 +85,7 @@ _Job = Callable[[], None]
 
 
 class _Run(NamedTuple):
-    """Bytes [begin, end) of a file's data, all of one tensor, and the memory for them, which gets only verified bytes
-    where it is `in_use`."""
+    """Bytes [begin, end) of a file's data, of one tensor, and their memory; if `in_use`, for verified bytes only."""
 
     file: VerifiedFile
     tensor: StoredTensor

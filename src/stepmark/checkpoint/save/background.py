@@ -37,8 +37,7 @@ class Background:
         self._threads: list[threading.Thread] = []
 
     def begin(self, writer: SaveWriter, memory: memoryview, readers: set[SaveHandle]) -> None:
-        """Starts to write a save, which is among the readers of its memory until that ends. Wait for the last one
-        first."""
+        """Starts to write a save, which is among the readers of its memory until that ends. Wait for the one before."""
         handle = writer.operation.handle
         assert handle is not None
         self._in_progress = handle

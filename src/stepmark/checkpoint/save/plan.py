@@ -134,8 +134,7 @@ def plan_save(
 
 
 def _by_replicas(holdings: Sequence[Holding]) -> Iterable[tuple[str, tuple[int, ...], list[SliceRecord]]]:
-    """(group, ranks that write, rows) for the rows of a group that the same ranks hold, in the order in which they are
-    first held."""
+    """(group, ranks that write, rows) for the rows of a group that the same ranks hold, in order of appearance."""
     holders: dict[SliceRecord, list[int]] = {}
     for index, holding in enumerate(holdings):
         for row in holding.rows:
@@ -229,8 +228,7 @@ def _files_of(rows: list[SliceRecord], max_file_size: int) -> list[list[SliceRec
 def _divide_bytes(
     files: Sequence[tuple[StoredTensor, ...]], members: Sequence[int], loads: list[int]
 ) -> list[tuple[Share, ...]]:
-    """Divides the files' bytes, one file after the other, so that the members' loads become as equal as possible; adds
-    to `loads`."""
+    """Divides the files' bytes, one file after the other, into loads as equal as possible; adds to `loads`."""
     sizes = [tensors[-1].end if tensors else 0 for tensors in files]
     starts = list(accumulate(sizes, initial=0))
     quotas = _level([loads[rank] for rank in members], starts[-1])

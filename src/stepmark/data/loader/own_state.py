@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import marshal
 import random
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import CellType, SimpleNamespace
+from types import CellType, CodeType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,20 @@ PARTS = (*GENERATORS, DataLoader, Dataset, Sampler)
 INSIDE = ("base_dataloader", "batch_sampler", "collate_fn", "dataset", "sampler")  # also if of another class
 LONGEST = 100  # of a list that is looked into: others are of samples
 LIBRARIES = ("accelerate", "datasets", "stepmark", "tokenizers", "torch", "torchdata", "transformers")
+_OTHERS = {*LIBRARIES, *sys.stdlib_module_names, "fsspec", "huggingface_hub", "numpy", "pyarrow", "typing_extensions"}
 
 
-def parts_of(*roots: Any) -> list[Any]:
+def _is_part(each: Any) -> bool:
+    return isinstance(each, PARTS)
+
+
+def _may_reach(each: Any) -> bool:
+    """Whether it is a part, or a function or an object of the user's, which may hold or find generators."""
+    own = _is_own(each if inspect.isfunction(each) else type(each)) and not isinstance(each, torch.nn.Module)
+    return own or isinstance(each, PARTS)
+
+
+def parts_of(*roots: Any, wanted: Callable[[Any], bool] = _is_part) -> list[Any]:
     """The objects, and the loaders, datasets, samplers, collators and generators that these are made of, each once and
     in the same order in every process. Global generators are left out."""
     found: dict[int, Any] = {id(each): each for each in (None, *GLOBAL)}
@@ -31,31 +43,49 @@ def parts_of(*roots: Any) -> list[Any]:
     for each in waiting:
         if id(each) not in found:
             found[id(each)] = each
-            waiting += _inside(each)
+            waiting += _inside(each, wanted)
     return list(found.values())[1 + len(GLOBAL) :]
 
 
-def _inside(owner: Any) -> Iterator[Any]:
+def _inside(owner: Any, wanted: Callable[[Any], bool] = _is_part) -> Iterator[Any]:
     if isinstance(owner, partial):
         yield from (owner.func, *owner.args, *owner.keywords.values())
     elif inspect.isfunction(owner):
         values = [each.cell_contents for each in owner.__closure__ or () if each != CellType()]  # those that are set
-        values += [owner.__globals__.get(name) for name in owner.__code__.co_names]
-        yield from (each for each in values if isinstance(each, PARTS))
+        yield from filter(wanted, [*values, *map(owner.__globals__.get, _names_in(owner.__code__))])
     elif inspect.ismethod(owner):
         yield owner.__self__
     else:
+        if wanted is _may_reach:
+            yield from filter(
+                inspect.isfunction,
+                [each for kind in type(owner).__mro__ if _is_own(kind) for each in vars(kind).values()],
+            )
+            yield from (each.function for each in chain(owner) if hasattr(each, "function"))
         for name, each in getattr(owner, "__dict__", {}).items():
-            if name in INSIDE or isinstance(each, PARTS):
+            if name in INSIDE or wanted(each):
                 yield each
             elif isinstance(each, (list, tuple, dict)) and len(each) <= LONGEST:  # as of a ConcatDataset
-                yield from (
-                    one for one in (each.values() if isinstance(each, dict) else each) if isinstance(one, PARTS)
-                )
+                yield from filter(wanted, each.values() if isinstance(each, dict) else each)
+
+
+def _names_in(code: CodeType) -> list[str]:
+    """What a function looks up outside, with the comprehensions and functions inside it."""
+    return [*code.co_names, *(name for each in code.co_consts if inspect.iscode(each) for name in _names_in(each))]
+
+
+def chain(dataset: Any) -> list[Any]:
+    """What a dataset of `datasets` is made of; nothing of others."""
+    found = [each for each in (getattr(dataset, "_ex_iterable", None),) if each is not None]
+    for each in found:
+        found += [inner for inner in (getattr(each, "ex_iterable", None),) if inner is not None]
+        found += getattr(each, "ex_iterables", ())
+    return found
 
 
 def generators_of(*roots: Any) -> list[Any]:
-    return [each for each in parts_of(*roots) if isinstance(each, GENERATORS)]
+    """Those of the parts, and those that functions, methods and objects of the user's in them hold or find."""
+    return [each for each in parts_of(*roots, wanted=_may_reach) if isinstance(each, GENERATORS)]
 
 
 def generators_kept_by(*owners: Any) -> list[Any]:
@@ -83,22 +113,29 @@ def _reached(method: Any) -> Iterator[Any]:
             names += [key for key in used if key not in names]
 
 
-def _is_own(kind: type) -> bool:
-    """Whether a class is of the user's."""
-    return kind.__module__.partition(".")[0] not in (*LIBRARIES, "builtins")
+def _is_own(kind: Any) -> bool:
+    """Whether a class or function is of the user's."""
+    return str(kind.__module__).partition(".")[0] not in _OTHERS
 
 
 def own_state(*roots: Any) -> dict[str, Any]:
     """By place and name: the states of generators, and the numbers and strings of parts of the user's classes."""
     found: dict[str, Any] = {}
-    for place, each in enumerate(parts_of(*roots)):
+    for place, each in _places(*roots).items():
         if isinstance(each, GENERATORS):
-            found[str(place)] = state_of(each)
+            found[place] = state_of(each)
         elif _is_own(type(each)):
             values = {**vars(type(each)), **getattr(each, "__dict__", {})}.items()
             plain = ((name, value) for name, value in values if type(value) in (bool, int, float, str))
             found |= {f"{place}.{name}": value for name, value in plain if not name.startswith("__")}
     return found
+
+
+def _places(*roots: Any) -> dict[str, Any]:
+    """The parts by number, and with a `+` the generators that are found beyond them."""
+    parts = {str(place): each for place, each in enumerate(parts_of(*roots))}
+    known = set(map(id, parts.values()))
+    return parts | {f"+{place}": each for place, each in enumerate(generators_of(*roots)) if id(each) not in known}
 
 
 def changed_state(before: Mapping[str, Any], *roots: Any) -> dict[str, Any]:
@@ -107,13 +144,13 @@ def changed_state(before: Mapping[str, Any], *roots: Any) -> dict[str, Any]:
 
 
 def set_own_state(values: Mapping[str, Any], *roots: Any) -> None:
-    known, parts = own_state(*roots), parts_of(*roots)
+    known, parts = own_state(*roots), _places(*roots)
     for key in values.keys() & known.keys():
         place, _, name = key.partition(".")
         if name:
-            setattr(parts[int(place)], name, values[key])
+            setattr(parts[place], name, values[key])
         else:
-            set_state(parts[int(place)], values[key])
+            set_state(parts[place], values[key])
 
 
 def is_same(state: Any, other: Any) -> bool:

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from stepmark.data.loader.collate import Collation
 from stepmark.data.loader.fetcher import random_states, seeded_generators
-from stepmark.data.loader.own_state import generators_of, is_same
+from stepmark.data.loader.own_state import chain, generators_of, is_same
 from stepmark.errors import UsageError
 
 
@@ -121,9 +121,9 @@ def whole(dataset: Any) -> Any:
     Raises UsageError where the split cannot be undone.
     """
     split = getattr(dataset, "_distributed", None)
-    if split is None or split.world_size == 1 or not _chain(dataset):
+    if split is None or split.world_size == 1 or not chain(dataset):
         return dataset
-    if any(getattr(each, "split_when_sharding", True) is False for each in _chain(dataset)):
+    if any(getattr(each, "split_when_sharding", True) is False for each in chain(dataset)):
         raise UsageError(
             "split_dataset_by_node: take or skip after it counts the samples of one rank; leave the split out, since "
             "ranks take the batches in turn"
@@ -143,14 +143,14 @@ def _copied(dataset: Any) -> Any:
 def _continues_exactly(dataset: Any) -> bool:
     """Whether the dataset's own state is its complete position; not for tables, of which `datasets` may skip some."""
     seeks = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-    shuffles = any("Shuffled" in type(each).__name__ for each in _chain(dataset))
+    shuffles = any("Shuffled" in type(each).__name__ for each in chain(dataset))
     table = getattr(getattr(dataset, "_formatting", None), "format_type", None) in ("arrow", "pandas", "polars")
     return seeks and not shuffles and not table
 
 
 def _with_own_state(dataset: Any) -> Any:
     """A copy of a dataset of `datasets`: other iterations, such as a callback's, would move the same state."""
-    if not _chain(dataset):
+    if not chain(dataset):
         return dataset
 
     def copied(part: Any) -> Any:
@@ -164,12 +164,3 @@ def _with_own_state(dataset: Any) -> Any:
     dataset = _copied(dataset)
     dataset._ex_iterable = copied(dataset._ex_iterable)
     return dataset
-
-
-def _chain(dataset: Any) -> list[Any]:
-    """What a dataset of `datasets` is made of; nothing of others."""
-    found = [each for each in (getattr(dataset, "_ex_iterable", None),) if each is not None]
-    for each in found:
-        found += [inner for inner in (getattr(each, "ex_iterable", None),) if inner is not None]
-        found += getattr(each, "ex_iterables", ())
-    return found

@@ -133,8 +133,7 @@ def joined(name: str, shapes: Sequence[Shape], dim: int) -> list[Move]:
 
 
 def _halves(names: Sequence[str], shapes: Sequence[Shape], dim: int) -> list[Move]:
-    """Each rank has its part of the first and of the second tensor. Of two equal names, the second follows the first
-    in one tensor."""
+    """Each rank has its part of both tensors, one after the other; of equal names, in one tensor."""
     half = shapes[0][dim] // 2
     if any(shape[dim] != 2 * half for shape in shapes):
         raise CheckpointMismatch(f"tensor {names[0]!r} is fused, and {shapes[0][dim]} rows cannot be two equal parts")

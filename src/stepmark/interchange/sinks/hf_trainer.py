@@ -93,19 +93,19 @@ def _weights_in_full_precision(source: ForeignCheckpoint) -> tuple[dict[str, Glo
 
 
 def numbered(source: ForeignCheckpoint, outline: ModelOutline) -> dict[str, Any]:
-    """The optimizer's state dict as torch has it: parameters are numbered in the order of the model, group by group.
+    """The optimizer's state dict as torch has it: parameters are numbered in its order, group by group.
 
     Raises CheckpointMismatch for one that the model does not have.
     """
-    optimizer, positions = optimizer_of(source), {name: place for place, name in enumerate(outline.parameters)}
+    optimizer, known = optimizer_of(source), {*outline.parameters}
     groups: list[dict[str, Any]] = []
     state: dict[int, dict[str, Any]] = {}
     number = 0
     for group in optimizer.groups:
-        other = next((name for name in group["params"] if name not in positions), None)
+        other = next((name for name in group["params"] if name not in known), None)
         if other is not None:
             raise CheckpointMismatch(f"{source.folder}: the optimizer has {other!r}, no parameter of the model")
-        names = sorted(group["params"], key=positions.__getitem__)
+        names = group["params"]  # in the order of the program's optimizer, which loads them by position
         named = {NAMES: names} if len(optimizer.groups) == 1 else {}  # Trainer's own order is that of two groups
         groups.append({**group, **named, "params": list(range(number, number + len(names)))})
         for name in names:

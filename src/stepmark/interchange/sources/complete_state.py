@@ -1,5 +1,4 @@
-"""The last step for every format: checks what was found against the model's config, and gives it the types that a
-Stepmark run has."""
+"""The last step for every format: compares it with the model's config, and gives it the types of a Stepmark run."""
 
 from __future__ import annotations
 

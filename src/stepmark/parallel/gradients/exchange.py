@@ -227,8 +227,7 @@ class ReduceScatter:
     def expose_grads(
         self, sums: BucketAccumulator | ParameterAccumulator, reduced: ReducedGradients
     ) -> Callable[[], ReducedGradients]:
-        """All-gathers the means into the sums. Of tensors nothing is shown: what is in `parameter.grad` is this rank's
-        alone."""
+        """All-gathers the means into the sums. Shows nothing of tensors: `parameter.grad` is of this rank alone."""
         if isinstance(sums, ParameterAccumulator):
             for parameter in sums.parameters:
                 parameter.grad = None

@@ -73,8 +73,7 @@ def take_names(model: Any, stored: Stored, config: Any, wanted: Mapping[str, Ten
 
 
 def _joining(converter: Any) -> tuple[bool, int] | None:
-    """Whether a conversion stacks tensors, and the dim along which it then concatenates them; None for one that does
-    something else."""
+    """Whether a conversion stacks tensors, and the dim along which it then concatenates them; None for others."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     operations = list(converter.operations)

@@ -34,8 +34,7 @@ Round = tuple[list[str], ...]  # for each rank the parameters that it sends, end
 
 
 def divide(costs: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """The rank of each item: the costliest first, each to the rank with the lowest cost so far (Graham 1969). The same
-    on every rank."""
+    """The rank of each item, the same everywhere: the costliest first, each to the cheapest rank (Graham 1969)."""
     totals, owners = [0] * ranks, {}
     for name in sorted(costs, key=lambda name: -costs[name]):
         owners[name] = min(range(ranks), key=totals.__getitem__)

@@ -290,8 +290,7 @@ def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _named_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """torch's groups with (name, parameter) as "params", of parameters that require a gradient; parameters without a
-    name are numbered."""
+    """torch's groups with (name, parameter) as "params", of those that require a gradient; unnamed ones get numbers."""
     named, count = [], 0
     for group in groups:
         parameters = group["params"]

@@ -94,8 +94,7 @@ def routed_experts(model: nn.Module) -> dict[str, RoutedExperts]:
 
 
 def active_experts(config: Any) -> float | None:
-    """The share of a mixture's experts that one token goes through, 1 for a model that is none; None where the config
-    does not tell."""
+    """The share of a mixture's experts that a token goes through, 1 for other models; None if the config is silent."""
     counts = [count for name in EXPERTS if isinstance(count := getattr(config, name, None), int) and count > 0]
     if not counts:
         return 1.0

@@ -179,8 +179,7 @@ def _outside(model: Any, layers: nn.ModuleList) -> tuple[tuple[str, ...], tuple[
 def _tied(
     model: nn.Module, name: str, before: Sequence[str], after: Sequence[str], bounds: Sequence[tuple[int, int]]
 ) -> tuple[str, ...]:
-    """The embeddings that share their table with a module after the layers. Raises UsageError where stages share any
-    other parameter."""
+    """The embeddings that share their table with a later module. Raises UsageError where stages share another one."""
     stage_of = {f"{name}.{layer}": stage for stage, (begin, end) in enumerate(bounds) for layer in range(begin, end)}
     stage_of |= {**dict.fromkeys(before, 0), **dict.fromkeys(after, len(bounds) - 1)}
     homes: dict[int, set[int]] = {}

@@ -52,8 +52,7 @@ class AdaptedLayer:
 
 
 def adapted_layers(name: str, module: nn.Module) -> list[AdaptedLayer]:
-    """The layers at a place of the model: the one that is there; or, of one in `modules_to_save`, the original and its
-    trained copies."""
+    """The layers at a place of the model: the only one, or of `modules_to_save` the original and its trained copies."""
     if _is_saved_module(module):
         copies: Any = module.modules_to_save
         found = adapted_layers(f"{name}.original_module", module.original_module)  # type: ignore[arg-type]

@@ -67,8 +67,7 @@ def _check(name: str, module: Any) -> None:
 
 
 class ExpertParallelism:
-    """The experts of one model on a mesh, in `modules` by name: the constructor checks everything, the other methods
-    change the model."""
+    """The experts of a model on a mesh, in `modules` by name. The constructor checks, the methods change the model."""
 
     def __init__(self, model: Any, mesh: Mesh, *, verified: bool) -> None:
         self.modules = expert_modules(model, verified=verified)

@@ -76,8 +76,7 @@ class Stack:
 
 
 def sequence_stacks(model: Any, plan: Mapping[str, Style]) -> list[Stack]:
-    """The layers that the plan shards. Raises UsageError for a model type that does not support sequence parallelism,
-    with the reason."""
+    """The layers that the plan shards. Raises UsageError, with the reason, where the model type rules that out."""
     kind = model_type(model)
     if kind not in architectures.SEQUENCE_PARALLEL:
         why = REFUSED.get(kind, "it is not among the model types that were verified with it (docs/tables.md)")

@@ -114,8 +114,7 @@ class AllocationTracker(TorchDispatchMode):
             self._log[self._window].append(event)
 
     def enter(self, window: str, category: str) -> None:
-        """Attributes the following allocations to `window`, a part of the step, and to `category` unless `assign` says
-        otherwise."""
+        """Attributes what follows to `window`, a part of the step, and to `category` unless `assign` says otherwise."""
         self._window, self._category = window, category
         if window not in self._log:
             self._log[window], self._at_start[window] = [], list(self._numbers.values())

@@ -20,8 +20,7 @@ TOOL = "neuron_parallel_compile"
 
 
 def needs_parallel_compile(device: str) -> bool:
-    """Whether graphs for `device` (of the recipe) are for Neuron's compiler, and this process does not run under its
-    tool yet."""
+    """Whether graphs for `device` (of the recipe) are for Neuron's compiler, and its tool does not run this process."""
     lazy = device in ("auto", "xla") and torch_xla_installed()
     return lazy and neuron_device_present() and not extracting_graphs()
 

@@ -28,11 +28,13 @@ class Accelerator:
         parallelism_config: None.
         sync_gradients: True; ranks exchange gradients once for each step.
         keeps_own: Whether `gather` in a loss returns what it is given: metrics, which are joined at the next log.
+        has_samples: Whether any rank had samples when tensors were gathered last, or else fillers of a last step.
     """
 
     parallelism_config = None
     sync_gradients = True
     keeps_own = False
+    has_samples = True
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -99,7 +101,8 @@ class Accelerator:
         lengths, counts = axis.all_gather([own])[0].reshape(-1, 2).T.tolist()
         padded = torch.cat([rows, rows.new_zeros(max(lengths) - len(rows), *rows.shape[1:])])
         parts = axis.all_gather([padded])[0].split(max(lengths))
-        counts = counts if any(counts) else lengths
+        self.has_samples = any(counts)
+        counts = counts if self.has_samples else lengths
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, **_: Any) -> nn.Module:

@@ -43,6 +43,13 @@ class PlainBatches:
         self.dataset = loader.dataset
         self.batch_size = loader.layout.batch_size
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("collate_fn", "generator", "sampler", "batch_sampler", "worker_init_fn"):
+            raise UsageError(
+                f"{name}: has no effect on the Trainer's loader; set data_collator, or return a loader of your own"
+            )
+        super().__setattr__(name, value)
+
     def __len__(self) -> int:
         return self.loader.steps_per_epoch * self.loader.layout.accumulation * len(self.loader.ranks)
 

@@ -114,8 +114,7 @@ def _clear(staging: Path) -> None:
 
 
 def _write_weights(folder: Path, model: nn.Module, runtime: Runtime, state: Mapping[str, Tensor] | None = None) -> None:
-    """Writes the weights of a model that this rank holds completely, with the values of a state dict, if it is given;
-    tied weights once."""
+    """Writes the weights of a model that this rank holds completely, or those of a state dict; tied weights once."""
     (section,) = describe({"model": model})
     names = getattr(model, "names", {name: name for name in section.entries})
     for name, entry in section.entries.items():

@@ -12,11 +12,13 @@ from typing import Any
 from torch import nn
 
 from stepmark.config.contradictions import CHANGES
+from stepmark.data.loader.own_state import chain, state_of
 from stepmark.errors import CheckpointMismatch
 
 _CHECKSUMS = {
     "data": "training data have changed",
     "data, stored_rows": "training data have changed: other rows, or another order, as of a shuffle without a seed",
+    "data, shuffled": "training data have changed: a stream's shuffle or interleaving has another seed, or none",
     "tokenizer": "tokenizer has changed: it has other tokens or options",
 }
 SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -70,7 +72,7 @@ def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any] | None
     """The first difference by name; only fields that both versions of a transformers configuration have count."""
     if not isinstance(before, dict) or not isinstance(now, dict):
         return None if before == now else (name, before, now)
-    older = "stored_rows" in now and "stored_rows" not in before  # of data
+    older = any(key in now and key not in before for key in ("stored_rows", "shuffled"))  # of data
     of_transformers = "model_type" in before and "model_type" in now
     keys = {*before} & {*now} if of_transformers or older else {*before, *now}
     found = (_difference(f"{name}, {key}", before.get(key), now.get(key)) for key in sorted(keys - MAY_DIFFER))
@@ -96,6 +98,9 @@ def _data(dataset: Any) -> dict[str, Any]:
         rows = [stored[place].to_pylist() for place in range(0, len(dataset), -(-len(dataset) // 16))]
         text = re.sub(r"'/(?:[^'/]+/)+", "'", repr(rows))
         found["stored_rows"] = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    drawn = [state_of(each.generator) for each in chain(dataset) if getattr(each, "generator", None) is not None]
+    if drawn:  # by shuffles of a stream, which need a seed to be the same again
+        found["shuffled"] = hashlib.blake2b(repr(drawn).encode(), digest_size=16).hexdigest()
     return found
 
 

@@ -107,8 +107,7 @@ class RunMirror:
         return resume if address is None else checkpoint_here(address, self._context)
 
     def fetch(self) -> bool:
-        """Downloads the newest checkpoint and the best one, if it is newer than those in the folder; returns whether it
-        was. Collective."""
+        """Downloads the newest checkpoint and the best one, if it is newer; returns whether it was. Collective."""
         return bool(self._on_rank_0(lambda mirror: mirror.fetch(lambda text: say(f"{self._field}: {text}"))))
 
     def leave_later(self, step: int) -> list[Path]:
@@ -133,8 +132,7 @@ class RunMirror:
             self._mirror.check()
 
     def finish(self, seconds: float = math.inf) -> str | None:
-        """Waits until all is uploaded, and returns None; or in words what is not, once that has failed or took so long.
-        Collective."""
+        """Waits until all is uploaded: None; or in words what is not, after an error or so long. Collective."""
         return self._on_rank_0(lambda mirror: mirror.finish(seconds))
 
     def complete(self) -> None:

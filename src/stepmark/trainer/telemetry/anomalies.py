@@ -98,8 +98,7 @@ class AnomalyDetector:
         self._loads: deque[tuple[int, Mapping[str, Tensor]]] = deque(maxlen=STARVED_LOGS)
 
     def look(self, step: int, loss: float, tokens: float, norm: float, updated: bool = True, rate: float = 0.0) -> None:
-        """Takes the numbers of a step, in order, once they are on the host. `updated`: it changed the weights; `rate`:
-        its learning rate."""
+        """Takes a step's numbers, in order, once they are on the host: whether it `updated`, its learning `rate`."""
         if not tokens:
             return
         if not math.isfinite(loss):

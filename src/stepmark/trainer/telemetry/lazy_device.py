@@ -81,8 +81,7 @@ class ReadTracer(TorchDispatchMode):
 
 
 def _line_outside(stack: Iterable[tuple[FrameType, int]], operation: Any) -> str | None:
-    """The innermost line outside torch, in its file as that is imported, with the operation's name; None for a line of
-    Stepmark."""
+    """The innermost line outside torch, as its file is imported, and the operation's name; None if Stepmark's."""
     lines = ((frame.f_code.co_filename, line) for frame, line in stack)
     file, line = next((each for each in lines if not each[0].startswith(TORCH)), ("", 0))
     if not file:

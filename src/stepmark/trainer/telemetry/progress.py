@@ -128,8 +128,7 @@ def duration(seconds: float) -> str:
 
 
 def metric_lines(split: str, metrics: Mapping[str, Any]) -> list[str]:
-    """A heading with the name of the split, and a line for each metric in the order of their names, as transformers
-    prints them."""
+    """A heading with the name of the split, and a line for each metric by name, as transformers prints them."""
     from transformers.trainer_pt_utils import metrics_format
 
     shown = {name: str(value) for name, value in metrics_format(dict(metrics)).items()}
