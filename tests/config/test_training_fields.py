@@ -118,7 +118,7 @@ def test_what_follows_from_other_fields() -> None:
     assert TrainingFields(eval_strategy="steps", logging_steps=7).eval_steps == 7
     assert TrainingFields().metric_for_best_model is None
     assert TrainingFields().best_metric_key is None
-    for name, greater in (("accuracy", True), ("eval_accuracy", True), ("eval_my_loss", False)):
+    for name, greater in (("accuracy", True), ("eval_accuracy", True), ("eval_my_loss", False), ("perplexity", False)):
         args = TrainingFields(metric_for_best_model=name)
         assert args.greater_is_better is greater
         assert args.best_metric_key == f"eval_{name.removeprefix('eval_')}"

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stepmark import Trainer, TrainingArguments
 from stepmark.checkpoint.format.block_io import FileOutput
 from stepmark.checkpoint.format.verify import verify
 from stepmark.cli.main import run
@@ -31,6 +32,7 @@ from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
 from stepmark.tensor_files.torch_file import read_torch_file
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import STEP, Truth, truth
+from tests.support.programs import Blocks, tiny_model
 from tests.support.ranks import Ranks
 
 SILENT = WritingListener(lambda size: None, lambda size: None)
@@ -94,6 +96,26 @@ def test_one_group_comes_back_by_its_names(form: str, options: dict[str, Any], t
     own = imported(source, tmp_path / "own")
     export_checkpoint(own, tmp_path / "out", form, **options)
     assert same(values(imported(tmp_path / "out", tmp_path / "back")), values(own))
+
+
+def test_groups_of_a_program_s_own_keep_their_order(tmp_path: Path) -> None:
+    """Torch loads them by position: layers from the top down, and then the rest."""
+
+    def optimizer(model: Any) -> torch.optim.Optimizer:
+        layers = [each for layer in reversed(model.transformer.h) for each in layer.parameters()]
+        rest = [each for each in model.parameters() if all(each is not one for one in layers)]
+        return torch.optim.AdamW([{"params": layers, "weight_decay": 0.1}, {"params": rest}], lr=0.01)
+
+    model = tiny_model(layers=2)
+    given = optimizer(model)
+    arguments = TrainingArguments(str(tmp_path / "run"), device="cpu", max_steps=2, save_steps=2)
+    Trainer(model, arguments, train_dataset=Blocks(16), optimizers=(given, None)).train()
+    export_checkpoint(tmp_path / "run" / "checkpoint-2", tmp_path / "out", "hf-trainer")
+    again = tiny_model(layers=2)
+    loaded = optimizer(again)
+    loaded.load_state_dict(torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True))
+    for mine, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(given.state[mine]["exp_avg"], loaded.state[theirs]["exp_avg"])
 
 
 def earlier(kind: str, tmp_path: Path) -> Path:

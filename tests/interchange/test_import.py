@@ -173,6 +173,11 @@ def test_command_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixtur
     said = json.loads(capsys.readouterr().out)
     assert (said["kind"], said["step"], said["optimizer_parameters"]) == ("transformers Trainer", 3, 21)
     assert said["assumed"]
+    assert run(["import", str(source), str(tmp_path / "told")]) == 0
+    told = capsys.readouterr().out
+    assert "  to be given again, as arguments or with an optimizer: lr " in told
+    assert "betas" in told
+    assert "amsgrad" not in told
     assert run(["inspect", str(source)]) == 0
     assert "transformers Trainer, step 3" in capsys.readouterr().out
     assert run(["verify", str(source)]) == 0

@@ -84,6 +84,17 @@ def test_two_ranks_have_the_losses_of_plain_trl(
         same(each, expected, within=1e-5)
 
 
+@pytest.mark.skipif(HAS_XLA, reason="plain TRL takes torch_xla's device, whatever use_cpu says")
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.prove] * (kind != "KTO")) for kind in KINDS])
+def test_fillers_of_the_last_step_are_in_no_metric(tmp_path: Path, ranks: Ranks, kind: str) -> None:
+    """Which has one micro-batch of each rank where others have two."""
+    options = {"rows": 44, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    options |= {"max_steps": -1, "num_train_epochs": 1}
+    expected = ranks.run(TRAINED, kind, str(tmp_path / "plain"), {**options, "plain": True}, nproc=2).check()[0]
+    for found in ranks.run(TRAINED, kind, str(tmp_path / "ours"), options, nproc=2).check():
+        same(found, expected, within=1e-5)
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "KTO"])  # whose `kl` is of each rank's own batch
 def test_two_ranks_evaluate_like_one(tmp_path: Path, ranks: Ranks, kind: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -54,6 +55,42 @@ class Drawing(Rows):
 
     def __getitem__(self, index: int) -> Any:
         return sample(index, token(self.own))
+
+
+outside = np.random.default_rng(1)
+
+
+class Outside(Rows):
+    """Draws from a generator of the module, which is made anew with it."""
+
+    def __init__(self) -> None:
+        global outside
+        outside = np.random.default_rng(1)
+
+    def __getitem__(self, index: int) -> Any:
+        return sample(index, token(outside))
+
+
+class Transforms(Rows):
+    """Has an object, or a function, that draws."""
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> Any:
+        return sample(index, self.transform(index))
+
+
+def drawing(noise: Any) -> Callable[[int], int]:
+    return lambda index: noise(index) + 1
+
+
+class Noise:
+    def __init__(self) -> None:
+        self.own = np.random.default_rng(1)
+
+    def __call__(self, _: int) -> int:
+        return token(self.own)
 
 
 class Late(Rows):
@@ -151,6 +188,20 @@ class Wrapper:
         return len(self.loader)
 
 
+class Listed(Sampler[int]):
+    """Another order in every epoch: that of the last one, turned by three."""
+
+    def __init__(self) -> None:
+        self.order = list(range(SAMPLES))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.order = self.order[3:] + self.order[:3]
+        return iter(self.order)
+
+
 class Restores:
     """Batches whose position is saved, as torchdata's are."""
 
@@ -216,6 +267,18 @@ def globally(rows: list[Any]) -> dict[str, torch.Tensor]:
     return masked(random, rows)
 
 
+def in_a_comprehension(rows: list[Any]) -> dict[str, torch.Tensor]:
+    batch = stack(rows)
+    batch["input_ids"][:, 2] = torch.tensor([token(outside) for _ in rows])
+    return batch
+
+
+def of_the_hub(draw: Callable[[int], int]) -> Any:
+    columns = {"input_ids": torch.arange(SAMPLES * LENGTH).view(SAMPLES, LENGTH).tolist()}
+    data = HubDataset.from_dict({**columns, "labels": columns["input_ids"]}).to_iterable_dataset(num_shards=2)
+    return data.map(lambda row: {name: torch.tensor([*each[:3], draw(0)]) for name, each in row.items()})
+
+
 def unset() -> Any:
     def collate(rows: list[Any]) -> Any:
         return stack(rows) if rows else later
@@ -239,6 +302,13 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None, Callable[[An
     "closure draws": (Rows, closure, None),
     "dataset made of several that draw": (lambda: ConcatDataset([Drawing("numpy"), Drawing("torch")]), None, None),
     "generator made in reading": (Late, None, None),
+    "dataset draws outside": (Outside, None, None),
+    "dataset has an object that draws": (lambda: Transforms(Noise()), None, None),
+    "dataset has a function that draws": (lambda: Transforms(drawing(Noise())), None, None),
+    "collator draws outside, in a comprehension": (Outside, lambda: in_a_comprehension, None),
+    "stream of the hub draws": (lambda: of_the_hub(Noise()), None, None),
+    "stream of the hub draws in a closure": (lambda: of_the_hub(drawing(Noise())), None, None),
+    "sampler keeps a list": (Rows, None, lambda data: loader(data, sampler=Listed())),
     "collator with a name that is not set": (Rows, unset, None),
     "dataset counts": (Counting, None, None),
     "stream goes on": (GoesOn, None, None),
@@ -269,7 +339,10 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None, Callable[[An
     "wrapped loader": (Rows, None, lambda data: Wrapper(loader(data, shuffle=True, generator=GENERATORS["torch"]()))),
 }
 
-TOLD = ("loader with a state and workers", "ranks count differently", "collator keeps a list", "ranks have other rows")
+TOLD = (
+    *("loader with a state and workers", "ranks count differently", "collator keeps a list", "ranks have other rows"),
+    "sampler keeps a list",
+)
 
 
 class Sees(Trainer):
@@ -277,6 +350,9 @@ class Sees(Trainer):
 
     def get_train_dataloader(self) -> Any:
         return super().get_train_dataloader() if self.make is None else self.make(self.train_dataset)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return super().get_eval_dataloader(eval_dataset) if self.make is None else self.make(self.eval_dataset)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         self.seen.append(inputs["input_ids"].tolist())
@@ -293,9 +369,10 @@ class Warnings(logging.Handler):
 
 
 def train(
-    folder: str, name: str, stop: int | None = None, options: dict[str, Any] | None = None
+    folder: str, name: str, stop: int | None = None, options: dict[str, Any] | None = None, *, shared: bool = True
 ) -> tuple[list[Any], str, list[str]]:
-    """What each step was trained on, the checksum of the weights, and the warnings."""
+    """What each step was trained on, the checksum of the weights, and the warnings. `shared`: evaluations read the
+    object that is trained on."""
     data, collator, make = CASES[name]
     args = TrainingArguments(
         folder,
@@ -307,7 +384,8 @@ def train(
         **(options or {}),
     )
     given = stack if collator is None else collator()
-    trainer = Sees(tiny_model(0.0), args, data_collator=given, train_dataset=data(), callbacks=[StopsAt(stop)])
+    rows = data()
+    trainer = Sees(tiny_model(0.0), args, given, rows, rows if shared else data(), callbacks=[StopsAt(stop)])
     trainer.make, trainer.seen, warnings = make, [], Warnings()
     logging.getLogger("stepmark").addHandler(warnings)
     try:
@@ -337,6 +415,21 @@ def test_what_cannot_be_restored_is_told(tmp_path: Path, ranks: Ranks) -> None:
     assert "differs between ranks" in first[2][0]
     (kept,) = train(str(tmp_path / "3"), "collator keeps a list")[2]
     assert kept.startswith("data_collator.left: changed by training, and in no checkpoint")
+    (kept,) = train(str(tmp_path / "4"), "sampler keeps a list")[2]
+    assert kept.startswith("Listed.order: changed by training, and in no checkpoint")
+
+
+@pytest.mark.parametrize(
+    "name", ["stream goes on", "stream shuffles", "dataset draws: torch", "loader of data that draw"]
+)
+def test_an_evaluation_leaves_what_is_trained_on_as_it_was(tmp_path: Path, name: str) -> None:
+    """Also if both read the same objects; and it has the same loss, however many came before it."""
+    alone = train(str(tmp_path / "alone"), name)
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.0}
+    assert train(str(tmp_path / "beside"), name, None, {"eval_strategy": "steps", "eval_steps": 2})[:2] == alone[:2]
+    train(str(tmp_path / "same"), name, None, options, shared=False)
+    lines = map(json.loads, (tmp_path / "same" / "metrics.jsonl").read_text().splitlines())
+    assert len({line["eval_loss"] for line in lines if "eval_loss" in line}) == 1
 
 
 def test_ranks_that_have_other_rows_are_refused(tmp_path: Path, ranks: Ranks) -> None:

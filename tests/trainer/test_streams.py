@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
-from stepmark.errors import UsageError
+from stepmark.errors import CheckpointMismatch, UsageError
 from tests.support.programs import Blocks, StopsAt, tiny_model
 from tests.support.ranks import Ranks
 
@@ -190,6 +190,27 @@ def test_a_stream_goes_on_from_its_own_state_where_that_is_exact(
     samples_of(tmp_path, numbered(kind), StopsAt(2))
     samples_of(tmp_path, numbered(kind), resume_from_checkpoint=True)
     assert len(loaded) == from_state
+
+
+def unseeded(kind: str) -> Any:
+    found = numbered("plain")
+    return found.shuffle(buffer_size=8) if kind == "shuffled" else interleave_datasets([found, found], [0.5, 0.5])
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "interleaved"])
+def test_a_stream_that_is_shuffled_without_a_seed_is_another_one(tmp_path: Path, kind: str) -> None:
+    samples_of(tmp_path, unseeded(kind), StopsAt(2))
+    with pytest.raises(CheckpointMismatch, match="a stream's shuffle or interleaving has another seed, or none"):
+        samples_of(tmp_path, unseeded(kind), resume_from_checkpoint="true")
+
+
+def train_unseeded(folder: str) -> None:
+    samples_of(Path(folder), unseeded("shuffled"))
+
+
+def test_ranks_that_would_shuffle_differently_are_refused(tmp_path: Path, ranks: Ranks) -> None:
+    outcome = ranks.run(train_unseeded, str(tmp_path), nproc=2)
+    assert all("train_dataset: is another one on some ranks" in log for log in outcome.logs)
 
 
 def losses_of_a_rank(folder: str) -> list[float]:

@@ -12,6 +12,7 @@ import pytest
 from stepmark.config.recipe import read_recipe
 from stepmark.data.tokenize.tokenizer import load_tokenizer
 from stepmark.errors import StepmarkError, UsageError
+from stepmark.evaluation.run_options import RunOptions
 from stepmark.watcher.evaluation_data import EvaluationSet, Request, prepare_sets
 from stepmark.watcher.setup import options_of
 
@@ -40,6 +41,13 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def bytes_in(found: EvaluationSet) -> int:
     """How many tokens are predicted or given, without those that fill the last block."""
     return sum(int((found.blocks[index]["labels"] >= 0).sum()) for index in range(len(found.blocks)))
+
+
+def test_a_run_may_name_its_columns_by_source() -> None:
+    options = RunOptions(columns={"assistant_only_loss": True})
+    assert Request(Path("run")).columns(options) == {"assistant_only_loss": True}
+    with pytest.raises(UsageError, match="--assistant_only_loss: is for conversations; give --messages_column"):
+        Request(Path("run"), data=["chats.jsonl"]).columns(options)
 
 
 def test_a_folder_is_read_completely(read: Any) -> None:

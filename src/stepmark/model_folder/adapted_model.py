@@ -133,9 +133,7 @@ def merge_adapter(folder: Path, base: str, manifest: Manifest, max_shard_size: i
         if (
             owners[each] > 1 and ".base_layer." in name and ".token_adapter." not in name
         ):  # peft ties the latter as well
-            raise UsageError(
-                f"--merge-adapters: {name} is tied to another weight, which this would change; do not merge"
-            )
+            raise UsageError(f"--merge-adapters: {name} is tied to another weight, which merging changes; leave it out")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # peft's, about what it saves
         merged = adapted.merge_and_unload()

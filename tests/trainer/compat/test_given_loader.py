@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 
+from stepmark import Trainer, TrainingArguments
 from stepmark.data.loader.labels import LabelRule
 from stepmark.errors import UsageError
 from stepmark.trainer.compat.given_loader import GivenLoader
 from stepmark.training.model_labels import label_rule
 from tests.support.models import build
+from tests.support.programs import Blocks, tiny_model
 
 
 def test_a_sampler_must_divide_the_data_among_the_data_parallel_ranks() -> None:
@@ -53,3 +57,12 @@ def test_the_last_batches_are_left_out_where_they_are_too_few_for_all_ranks() ->
     assert steps_of(1) == [[[2, 3], [6, 7]], [[10, 11], [10, 11]]]
     assert steps_of(1, 4) == steps_of(1)[1:]
     assert steps_of(0, whole=False)[1] == [[8, 9], [12, 13]]
+
+
+@pytest.mark.parametrize("which", ["get_train_dataloader", "get_eval_dataloader"])
+def test_a_collator_of_the_trainer_s_loader_cannot_be_replaced(tmp_path: Path, which: str) -> None:
+    """It would not be called."""
+    arguments = TrainingArguments(str(tmp_path), device="cpu")
+    made = getattr(Trainer(tiny_model(), arguments, train_dataset=Blocks(4), eval_dataset=Blocks(4)), which)()
+    with pytest.raises(UsageError, match="^collate_fn: has no effect on the Trainer's loader; set data_collator"):
+        made.collate_fn = list

@@ -104,6 +104,21 @@ TIED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("target", "both"), [("embed_tokens", False), ("lm_head", False), ("embed_tokens", True)])
+def test_an_adapter_of_a_tied_weight_is_not_merged(
+    tmp_path: Path, target: str, both: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it adds would be added to the other end as well."""
+    pretrained = tmp_path / "base"
+    build("llama", tie_word_embeddings=True).save_pretrained(pretrained)
+    lora = {"target_modules": [target], "fan_in_fan_out": False, "ensure_weight_tying": both}
+    trainer(tmp_path / "run", pretrained, lora=lora).train()
+    assert call(["consolidate", str(tmp_path / "run"), str(tmp_path / "out"), "--merge-adapters"]) == 2
+    assert "is tied to another weight, which merging changes; leave it out" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.parametrize(("kind", "options"), [("modules", {}), ("two modules", {"zero_1": True}), ("tokens", {})])
 def test_tensors_with_two_names_are_loaded_resumed_and_merged(tmp_path: Path, kind: str, options: Any) -> None:

@@ -52,6 +52,7 @@ def _inside(owner: Any, wanted: Callable[[Any], bool] = _is_part) -> Iterator[An
         yield from (owner.func, *owner.args, *owner.keywords.values())
     elif inspect.isfunction(owner):
         values = [each.cell_contents for each in owner.__closure__ or () if each != CellType()]  # those that are set
+        values += owner.__defaults__ or ()
         yield from filter(wanted, [*values, *map(owner.__globals__.get, _names_in(owner.__code__))])
     elif inspect.ismethod(owner):
         yield owner.__self__

@@ -93,11 +93,13 @@ def _weights_in_full_precision(source: ForeignCheckpoint) -> tuple[dict[str, Glo
 
 
 def numbered(source: ForeignCheckpoint, outline: ModelOutline) -> dict[str, Any]:
-    """The optimizer's state dict as torch has it: parameters are numbered in its order, group by group.
+    """The optimizer's state dict as torch has it: parameters are numbered group by group, in the order of the model, or
+    that of groups that are not Trainer's two.
 
     Raises CheckpointMismatch for one that the model does not have.
     """
-    optimizer, known = optimizer_of(source), {*outline.parameters}
+    optimizer, known = optimizer_of(source), {name: place for place, name in enumerate(outline.parameters)}
+    own = any(group.get("weight_decay") for group in optimizer.groups[1:])
     groups: list[dict[str, Any]] = []
     state: dict[int, dict[str, Any]] = {}
     number = 0
@@ -105,7 +107,7 @@ def numbered(source: ForeignCheckpoint, outline: ModelOutline) -> dict[str, Any]
         other = next((name for name in group["params"] if name not in known), None)
         if other is not None:
             raise CheckpointMismatch(f"{source.folder}: the optimizer has {other!r}, no parameter of the model")
-        names = group["params"]  # in the order of the program's optimizer, which loads them by position
+        names = group["params"] if own else sorted(group["params"], key=known.__getitem__)
         named = {NAMES: names} if len(optimizer.groups) == 1 else {}  # Trainer's own order is that of two groups
         groups.append({**group, **named, "params": list(range(number, number + len(names)))})
         for name in names:
