@@ -341,8 +341,11 @@ class Run:
         room = int(moment.late * SAVED_BYTES)
         try:
             with ballast.open("wb") as file:
-                free = os.statvfs(self.base)
-                os.posix_fallocate(file.fileno(), 0, max(1, free.f_bavail * free.f_frsize - room))
+                for _ in range(100):
+                    free = os.statvfs(self.base)
+                    with contextlib.suppress(OSError):  # a save has taken some of it since
+                        os.posix_fallocate(file.fileno(), 0, max(1, free.f_bavail * free.f_frsize - room))
+                        break
             return self.until_end()
         finally:
             ballast.unlink()
