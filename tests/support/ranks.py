@@ -54,6 +54,7 @@ class Zygote:
     def __init__(self, *modules: str, variables: Mapping[str, str] | None = None) -> None:
         """`variables`: of its environment, from before it imports torch."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "PJRT_DEVICE": "CPU"}
+        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the supervisor starts its ranks
         environment |= variables or {}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
         with socket.socket(socket.AF_UNIX) as listener:
