@@ -33,7 +33,7 @@ def slowest(report: Path) -> list[str]:
     """A line for each of the slowest tests, and their share of the time that all tests took."""
     cases = sorted(ElementTree.parse(report).iter("testcase"), key=lambda case: -float(case.get("time", 0)))
     seconds = [float(case.get("time", 0)) for case in cases]
-    share = sum(seconds[:SLOWEST]) / (sum(seconds) or 1)
+    share = sum(seconds[:SLOWEST]) / sum(seconds) if any(seconds) else 1.0
     named = [f"{case.get('time')} s  {case.get('file')}::{case.get('name')}" for case in cases[:SLOWEST]]
     return [f"the {len(named)} slowest of {len(cases)} tests took {share:.0%} of their time:", *named]
 

@@ -213,6 +213,17 @@ def test_ranks_that_would_shuffle_differently_are_refused(tmp_path: Path, ranks:
     assert all("train_dataset: is another one on some ranks" in log for log in outcome.logs)
 
 
+def predict_unseeded(folder: str) -> int:
+    args = TrainingArguments(folder, **FIELDS, remove_unused_columns=False)
+    return len(Trainer(tiny_model(), args, data_collator=Seen()).predict(unseeded("shuffled").take(8)).predictions)
+
+
+def test_ranks_do_not_evaluate_differently_shuffled_streams(tmp_path: Path, ranks: Ranks) -> None:
+    assert predict_unseeded(str(tmp_path)) == 8
+    outcome = ranks.run(predict_unseeded, str(tmp_path), nproc=2)
+    assert all("a stream is shuffled without a seed" in log for log in outcome.logs)
+
+
 def losses_of_a_rank(folder: str) -> list[float]:
     return losses(run(Path(folder), Stream(24)))
 

@@ -153,8 +153,7 @@ class Meeting:
         return absent - self._hellos
 
     def _seen_missing(self) -> str | None:
-        """Which ranks are missing, if rank 0 is among them, which then serves no store, and this rank is the first that
-        has joined."""
+        """Which ranks are missing, if rank 0, which serves the store, is one and this rank was the first to join."""
         absent = self._absent() if launcher_serves() else set()
         return self._missing(absent) if absent and min(self._hellos) == self._world.rank else None
 

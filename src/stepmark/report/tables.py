@@ -200,8 +200,7 @@ def read_configuration(history: History) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def differences(histories: Sequence[History]) -> dict[str, list[str]]:
-    """The values in all runs of each field or fact that is not the same in all that have recorded it, or that one run
-    alone has recorded."""
+    """The values in all runs of fields and facts that differ between those that have them, or that one alone has."""
     every = [(_facts(history), *read_configuration(history)) for history in histories]
     known = [{**defaults, **facts, **given} for facts, given, defaults in every]
     found = {}

@@ -98,8 +98,7 @@ class Runtime(Protocol):
         """Seconds in which this process has compiled graphs so far. Does not wait for the device."""
 
     def cache_counters(self) -> CacheCounters | None:
-        """Graphs looked up in the compile cache so far; None without one, and where it cannot be seen. Does not wait
-        for the device."""
+        """Graphs looked up in the compile cache so far; None where that is not seen. Does not wait for the device."""
 
     def transfers_to_host(self, *, own: bool = True) -> int | None:
         """Transfers from the device to the host so far, by all threads of this process; None on an eager device.

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import Subset
 
-from stepmark.data.loader.own_state import generators_kept_by, own_state, set_own_state
+from stepmark.data.loader.own_state import generators_kept_by, own_state, set_own_state, shuffles_of
 from stepmark.errors import PeerFailed, PredictionsTooLarge, UsageError
 from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import by_batch, summarize
@@ -82,6 +82,9 @@ class TrainerEvaluation:
         by_batches = self.compute_metrics if self.args.batch_eval_metrics and not loss_only else None
         self.callbacks.handler.eval_dataloader = batches
         inside = getattr(batches, "before_prepare", batches)
+        shuffles = self.evaluator.host.all_gather(shuffles_of(getattr(inside, "dataset", None)))
+        if any(each != shuffles[0] for each in shuffles):
+            raise UsageError("a stream is shuffled without a seed: each rank would evaluate others of its samples")
         kept = own_state(inside)  # also of a stream that is trained on, and each evaluation draws the same
         try:
             return self.evaluator(

@@ -198,8 +198,7 @@ class MicroBatchLoss:
             logger.warning("%s", _UNDECLARED)
 
     def mean(self, model: nn.Module, inputs: Mapping[str, Any], num_items: Tensor | float | None = None) -> Any:
-        """The loss of one batch, without `override`, and the outputs: a mean over its targets, or their sum divided by
-        `num_items`."""
+        """The loss of a batch, without `override`, and the outputs: a mean over targets, or a sum over `num_items`."""
         count = self.targets(inputs)
         items = count if num_items is None else torch.as_tensor(num_items, dtype=torch.float32, device=count.device)
         self._check_declared(inputs)

@@ -171,7 +171,8 @@ def test_planned_stages_are_the_measured_ones(
 ) -> None:
     """On every rank of the pipeline, of which each holds something else."""
     size, fields = PIPELINES[mesh]
-    recipe = recipe_of(tmp_path, model, gradient_checkpointing=checkpointing, max_steps=2, **fields)
+    steps = 3 if "eval_strategy" in fields else 2  # an evaluation between two that are measured
+    recipe = recipe_of(tmp_path, model, gradient_checkpointing=checkpointing, max_steps=steps, **fields)
     peaks = ranks.run("tests.support.memory_programs:measured_peak", str(recipe), nproc=size, timeout=LIMIT).check()
     for stage in trace_stages(setup_of(recipe, size), every=True):
         first = stage.rank * size // fields["pipeline_parallel_size"]
@@ -222,7 +223,9 @@ def test_planned_adapters_are_the_measured_ones(
         **fields,
     )
     peaks = ranks.run("tests.support.memory_programs:measured_peak", str(recipe), nproc=size, timeout=LIMIT).check()
-    difference = plan_recipe(read_recipe(str(recipe), {}), size).own.trace.peak / peaks[0] - 1
+    # What ranks do not divide stays in transformers' mapping of the file, of which the other pages are no memory.
+    mapped = (tmp_path / "base" / "model.safetensors").stat().st_size if mesh == "tp" else 0
+    difference = plan_recipe(read_recipe(str(recipe), {}), size).own.trace.peak / (peaks[0] - mapped) - 1
     print(f"planned {difference:+.2%} of what was allocated")
     assert abs(difference) < TOLERANCE
     record_property("runs planned and measured", 1)

@@ -196,8 +196,7 @@ def begin_copies(
     *,
     threads: int,
 ) -> PendingCopies:
-    """Makes the copies that cannot wait, or has the current stream make them, and returns the others. `last`: those of
-    the save before."""
+    """Makes the copies that cannot wait, maybe by the current stream; returns others. `last`: of the save before."""
     streams = _side_streams(copies, runtime)  # what they need is tried in the first save, which waits anyway
     if not streams or last is None or not last.next_can_wait:
         streams = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import marshal
 import random
@@ -82,6 +83,12 @@ def chain(dataset: Any) -> list[Any]:
         found += [inner for inner in (getattr(each, "ex_iterable", None),) if inner is not None]
         found += getattr(each, "ex_iterables", ())
     return found
+
+
+def shuffles_of(dataset: Any) -> str | None:
+    """A checksum of the generators that shuffle or interleave a stream of `datasets`: without a seed always another."""
+    drawn = [state_of(each.generator) for each in chain(dataset) if getattr(each, "generator", None) is not None]
+    return hashlib.blake2b(repr(drawn).encode(), digest_size=16).hexdigest() if drawn else None
 
 
 def generators_of(*roots: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from stepmark.config.contradictions import CHANGES
-from stepmark.data.loader.own_state import chain, state_of
+from stepmark.data.loader.own_state import shuffles_of
 from stepmark.errors import CheckpointMismatch
 
 _CHECKSUMS = {
@@ -98,10 +98,8 @@ def _data(dataset: Any) -> dict[str, Any]:
         rows = [stored[place].to_pylist() for place in range(0, len(dataset), -(-len(dataset) // 16))]
         text = re.sub(r"'/(?:[^'/]+/)+", "'", repr(rows))
         found["stored_rows"] = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    drawn = [state_of(each.generator) for each in chain(dataset) if getattr(each, "generator", None) is not None]
-    if drawn:  # by shuffles of a stream, which need a seed to be the same again
-        found["shuffled"] = hashlib.blake2b(repr(drawn).encode(), digest_size=16).hexdigest()
-    return found
+    drawn = shuffles_of(dataset)
+    return found if drawn is None else {**found, "shuffled": drawn}
 
 
 def tokenizer_digest(processing_class: Any) -> str | None:
