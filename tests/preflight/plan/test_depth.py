@@ -41,6 +41,17 @@ def test_two_shallow_models_say_what_a_deep_one_needs(name: str, monkeypatch: py
     assert peak(trace_deep(setup)) == pytest.approx(peak(trace_step(setup)), rel=1e-3)
 
 
+@pytest.mark.parametrize("layers", [8, pytest.param(7, marks=pytest.mark.prove)])
+def test_halves_of_the_backward_pass_are_halves_of_the_deep_model(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "LAYERS", 0)
+    config = LlamaConfig(num_hidden_layers=layers, **SMALL)
+    setup = StepSetup(config, TrainingFields(fsdp="full_shard"), 2, 64, DEVICES["cpu"])
+    deep, all_layers = trace_deep(setup).peaks, trace_step(setup).peaks
+    assert {window: sum(usage.values()) for window, usage in deep.items()} == {
+        window: pytest.approx(sum(usage.values()), rel=1e-3) for window, usage in all_layers.items()
+    }
+
+
 def test_layers_that_do_not_repeat_are_all_traced() -> None:
     kinds = ["full_attention"] * 2 + ["sliding_attention"] * 3 + ["full_attention"]
     config = Gemma3TextConfig(num_hidden_layers=6, head_dim=16, layer_types=kinds, **SMALL)

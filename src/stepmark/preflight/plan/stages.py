@@ -37,7 +37,7 @@ def trace_deep(setup: StepSetup) -> StepTrace:
     sizes = args.pipeline_layers if setup.staged else [setup.config.num_hidden_layers]
     assert sizes is not None
     own = range(setup.stage, len(sizes), args.pipeline_parallel_size)
-    removed = (min(sizes[stage] for stage in own) - SHALLOW) // period - 2  # periods
+    removed = ((min(sizes[stage] for stage in own) - SHALLOW) // period - 2) // 2 * 2  # periods: halves stay halves
     if removed < 1 or max(sizes[stage] for stage in own) <= LAYERS:
         return trace_step(setup)
 
