@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from stepmark.data.loader.loader import DataLoader
 from stepmark.evaluation.evaluator import Evaluator
+from stepmark.parallel.optimizer import replicated
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.optimizer import wrap_optimizer
 from stepmark.training.step import TrainStep
@@ -61,8 +63,10 @@ def differences(case: Case) -> list[str]:
                 expected = float(sum(losses[step])) / sum(counts[step])
                 found += _differs(f"loss at batch {batch}, accumulation {accumulation}", values[0], expected)
     if gradients_differ(case):
-        # Float32 rounding of deep convolutions can exceed the tolerance; a mistake remains in float64.
-        found += gradients_differ(in_float64(case))
+        # Float32 rounding of deep convolutions can exceed the tolerance; a mistake remains in float64, which is refused
+        # in training, since gradients are added in float32: closely enough here.
+        with patch.object(replicated, "check_real", lambda name, parameter: None):
+            found += gradients_differ(in_float64(case))
     return list(dict.fromkeys(found))
 
 
