@@ -324,6 +324,8 @@ class Checkpointer:
         """Waits until no save is in progress. Raises the error of one that has failed."""
         with self._one_call():
             self._background.wait()
+            if self._copies is not None:
+                self._copies.free()
 
     def delete_old(self) -> None:
         """Deletes what the policies do not keep, as after a save; for a reader that had kept one from that. On rank 0,

@@ -248,8 +248,7 @@ def sync_file(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes | Iterable[Any], *, durable: bool = True) -> None:
-    """Makes a small file, or one in pieces. Not atomically: use `replace_file` where another process may read it, or
-    where it exists."""
+    """Makes a file, small or in pieces. Not atomically: use `replace_file` where it exists, or others may read it."""
     pieces: Iterable[Any] = [data] if isinstance(data, bytes) else data
     descriptor, offset = open_for_writing(path, exclusive=True), 0
     try:

@@ -126,8 +126,7 @@ def _folder(setting: Setting, name: str) -> Path:
 
 
 def _keep_inductors_graphs(setting: Setting) -> None:
-    """A variable that was set counts, unless the setting names a folder; inductor reads it whenever it compiles, and
-    sets it itself."""
+    """A variable that was set counts, unless the setting names a folder; inductor reads and sets it as it compiles."""
     import torch
     import torch._inductor.config as inductor
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -191,6 +192,33 @@ def test_training_with_saves_is_training_without_them(tmp_path: Path) -> None:
             checkpointer.wait()
             check_restored(checkpointer, saved)
     assert same(quiet.tensors(), busy.tensors())
+
+
+def test_only_threads_that_train_free_what_was_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch, a write while another thread frees what was frozen reads memory that is gone: an LSTM, an optimizer
+    that changes its mode, or a callback writes at any time."""
+    freed: list[threading.Thread] = []
+    freeze = torch._lazy_clone
+
+    def watched(tensor: Tensor) -> Tensor:
+        frozen = freeze(tensor)
+        weakref.finalize(frozen, lambda: freed.append(threading.current_thread()))
+        return frozen
+
+    monkeypatch.setattr(torch, "_lazy_clone", watched)
+    state = State()
+    with Checkpointer(tmp_path) as checkpointer:
+        for step, free in enumerate((state.optimizer.step, checkpointer.wait, lambda: checkpointer.save(3, {}))):
+            freed.clear()
+            handle = checkpointer.save(step, state.sections)
+            handle.wait()
+            for thread in threading.enumerate():
+                if thread.name.startswith("stepmark-save"):
+                    thread.join()
+            assert freed == []
+            state.passes()
+            free()
+            assert freed == [threading.current_thread()] * 10 * 4
 
 
 def save_held(rank: int, folder: Path) -> list[Tensor]:

@@ -4,9 +4,10 @@ One step boundary, then copies; no live tensor is changed or replaced. On a lazy
 to the host, in groups, so that memory besides the copy is bounded by the largest tensor; they are sliced on the host,
 because each slice on the device would be a separate graph.
 
-What only an optimizer writes is copied while training goes on. Until then torch's copy-on-write keeps its values:
-a write, through any view, gets other memory. Optimizers wait, so that this memory is not needed. An
-accelerator copies on a stream of its own, and its other streams wait in place of the host.
+What only an optimizer writes is copied while training goes on. Until then torch's copy-on-write keeps its values: a
+write, through any view, gets other memory. Optimizers wait, so that this memory is not needed. Only threads that train
+free what is frozen: in torch, a write while another thread frees it reads memory that is gone. An accelerator copies on
+a stream of its own, and its other streams wait in place of the host.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def plan_copies(plan: SavePlan, extents: Sequence[Extent], entries: Mapping[tupl
 
 
 class PendingCopies:
-    """Copies to make while training goes on, and those still on devices. Call `run` or `drop`: optimizers wait."""
+    """Copies to make while training goes on, and those still on devices. Call `run`, for which optimizers wait."""
 
     def __init__(self, copies: list[Copy], runtime: Runtime, streams: Sequence[SideStream] = ()) -> None:
         self._copies = copies
@@ -132,13 +133,7 @@ class PendingCopies:
                     target = torch.frombuffer(memory, dtype=torch.uint8)
                     _copy_all([(copy, copy.entry.tensor) for copy in self._copies], target, threads)
         finally:
-            self.drop()
-
-    def drop(self) -> None:
-        """None will be made any more."""
-        with self._clearing:  # freeing a tensor lets other threads run
-            self._copies.clear()
-        self._begun.set()
+            self._begun.set()
 
     def wait(self) -> None:
         """Waits until memory may be written to; on a device, its current stream does."""
@@ -147,6 +142,10 @@ class PendingCopies:
             self._updated_in = torch.accelerator.current_stream(self._device)
         for stream in self._streams:
             stream.hold_back()
+        self.free()
+
+    def free(self) -> None:
+        """By a thread that trains, once nothing is copied."""
         with self._clearing:  # who writes gets the same memory once nobody keeps it
             self._copies.clear()
 
@@ -197,6 +196,8 @@ def begin_copies(
     threads: int,
 ) -> PendingCopies:
     """Makes the copies that cannot wait, maybe by the current stream; returns others. `last`: of the save before."""
+    if last is not None:
+        last.free()
     streams = _side_streams(copies, runtime)  # what they need is tried in the first save, which waits anyway
     if not streams or last is None or not last.next_can_wait:
         streams = []
