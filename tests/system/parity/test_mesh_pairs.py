@@ -50,9 +50,7 @@ def is_quick(cell: Cell) -> bool:
 TABLE = pairwise(AXES, is_quick)
 
 
-def compare(
-    ranks: Ranks, device: str, count: int, cells: list[Cell], steps: int, tolerance: float | None = None
-) -> None:
+def compare(ranks: Ranks, device: str, count: int, cells: list[Cell], steps: int) -> None:
     """Losses, tokens and gradient norms of the cells with that device and number of ranks are those of one rank."""
     options: list[dict[str, Any]] = []
     for cell in cells:
@@ -62,7 +60,7 @@ def compare(
             accumulation = cell["micro-batches"] * mesh.get("pp", 1)
             own = {"optim": cell["optim"], "zero_1": cell["zero_1"], "batch": 8, "accumulation": accumulation}
             options.append({"model": model, "steps": steps, **own, **cell["more"], **mesh})
-    mesh_parity.compare(ranks, device, count, options, tolerance)
+    mesh_parity.compare(ranks, device, count, options)
 
 
 def test_every_two_values_meet() -> None:
@@ -86,5 +84,4 @@ def test_every_pair_trains_like_one_rank(ranks: Ranks, device: str, count: int) 
 def test_the_whole_product_trains_like_one_rank(ranks: Ranks, mesh: str, device: str) -> None:
     axes = {**AXES, "mesh": [mesh], "device": [device]}
     cells = (dict(zip(axes, values, strict=True)) for values in product(*axes.values()))
-    # Optimizers that divide by norms, as Adafactor does, let the rounding of other sums grow from step to step.
-    compare(ranks, device, MESHES[mesh][0], list(filter(works, cells)), steps=20, tolerance=3e-4)
+    compare(ranks, device, MESHES[mesh][0], list(filter(works, cells)), steps=20)
