@@ -130,9 +130,7 @@ def merge_adapter(folder: Path, base: str, manifest: Manifest, max_shard_size: i
     named = [(name, id(each)) for name, each in adapted.named_parameters(remove_duplicate=False)]
     owners = Counter(each for _, each in named)
     for name, each in named:
-        if (
-            owners[each] > 1 and ".base_layer." in name and ".token_adapter." not in name
-        ):  # peft ties the latter as well
+        if owners[each] > 1 and ".base_layer." in name and ".token_adapter." not in name:  # which peft ties, too
             raise UsageError(f"--merge-adapters: {name} is tied to another weight, which merging changes; leave it out")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # peft's, about what it saves

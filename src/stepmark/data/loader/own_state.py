@@ -115,7 +115,7 @@ def _reached(method: Any) -> Iterator[Any]:
     for name in names:
         found = (vars(kind).get(name) for kind in type(owner).__mro__ if _is_own(kind))
         for function in map(inspect.unwrap, filter(inspect.isfunction, found)):
-            used = function.__code__.co_names
+            used = _names_in(function.__code__)
             yield from _inside(function)
             yield from _inside(SimpleNamespace(**{key: vars(owner)[key] for key in used if key in vars(owner)}))
             names += [key for key in used if key not in names]
