@@ -33,8 +33,7 @@ class StepmarkError(Exception):
 
 
 class UsageError(StepmarkError, ValueError):
-    """Wrong usage: an unknown field, a value of the wrong type, two fields that contradict each other, a path
-    that does not exist."""
+    """Wrong usage: an unknown field, a value of a wrong type, two fields that contradict each other, a missing path."""
 
     exit_code = 2
 

@@ -51,12 +51,14 @@ def alone(ranks: Ranks, options: list[dict[str, Any]], *, cut: bool = False) -> 
 def check(
     found: list[Any], expected: list[Any], options: list[dict[str, Any]], tolerance: float, count: int | None = None
 ) -> None:
+    """`tolerance`: relative; a case may have its own."""
     for each, case, whole in zip(options, zip(*found, strict=True), expected, strict=True):
         for rank, steps in enumerate(case):
             assert len(steps) == each["steps"]
             assert steps == case[0], (each, rank)
             for step, (ours, theirs) in enumerate(zip(steps, whole, strict=True)):
-                assert ours[:count] == pytest.approx(theirs[:count], rel=tolerance), (each, rank, step)
+                allowed = each.get("tolerance", tolerance)
+                assert ours[:count] == pytest.approx(theirs[:count], rel=allowed), (each, rank, step)
 
 
 def compare(

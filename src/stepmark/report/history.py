@@ -33,8 +33,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class EvaluationPoint:
-    """Values of one evaluation under their eval_… names. `concurrent`: made by `stepmark evaluate` rather than by the
-    run, with this setup."""
+    """Values of one evaluation by their eval_… names. `concurrent`: made by `stepmark evaluate`, with this setup."""
 
     step: int
     time: float | None

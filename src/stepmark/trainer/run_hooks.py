@@ -60,7 +60,7 @@ class RunHooks:
         """Evaluates the Trainer's own data, and writes samples of text. Collective."""
         trainer, callbacks = self._trainer, self._trainer._callbacks
         with self.evaluating(evaluation):
-            metrics = trainer.evaluate()
+            metrics = trainer.evaluate(**trainer._eval_options)
         callbacks.last_evaluation = (callbacks.state.global_step, metrics)
         for each in trainer.evaluation.sample_texts():
             callbacks.sampled(*each)
@@ -117,8 +117,7 @@ class RunHooks:
             trainer._saved.collect(trainer.save_model)
 
     def write_files(self, folder: Path) -> Action:
-        """Adds a run's files to the folder of a checkpoint, on rank 0. Returns what completes them later: the history
-        may be long."""
+        """Adds a run's files to a checkpoint's folder, on rank 0. Returns what completes them: history may be long."""
         trainer = self._trainer
         trainer._saved.add_to(folder, trainer._saved_processing)
         for write in trainer.checkpoint_files:

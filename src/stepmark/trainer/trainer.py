@@ -157,6 +157,7 @@ class Trainer:
     arguments_class: type[TrainingArguments] | None = None  # of a library's trainer
     _signature_columns: list[str] | None = None
     _trained = False  # by a call of `train`
+    _eval_options: Mapping[str, Any] = {}  # of evaluations in training
     _hosts_ranks = True  # whether a process may have several logical ranks
     _in_save_model = False  # which calls `_save`
     _train_batch_size = property(lambda self: self.args.train_batch_size)  # read by programs, also after resuming
@@ -554,12 +555,19 @@ class Trainer:
 
     # Training
 
-    def train(self, resume_from_checkpoint: bool | str | None = None, *, save_model: bool = False) -> TrainOutput:
+    def train(
+        self,
+        resume_from_checkpoint: bool | str | None = None,
+        *,
+        ignore_keys_for_eval: list[str] | None = None,
+        save_model: bool = False,
+    ) -> TrainOutput:
         """Trains to the end of the run. Collective.
 
         Args:
             resume_from_checkpoint: A checkpoint to resume from, or True for the newest complete one in `output_dir` (or
                 a start from step 0 if there is none). Default: that of the arguments.
+            ignore_keys_for_eval: The `ignore_keys` of its evaluations; see `evaluate`.
             save_model: Also write the final model, and with an `eval_strategy` its evaluation, to `output_dir` before
                 the run's status becomes `done`.
 
@@ -575,6 +583,7 @@ class Trainer:
         """
         self._memory_tracker.start()
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        self._eval_options = {} if ignore_keys_for_eval is None else {"ignore_keys": ignore_keys_for_eval}
         with self._watches.begun() as watch:
             output = self._train(watch, resume, save_model)
         self._memory_tracker.stop_and_update_metrics(output.metrics)
@@ -766,7 +775,8 @@ class Trainer:
         if last is not None and last[0] == step:
             return last[1]
         with self._hooks.evaluating(EvaluationProgress()):
-            return logged_evaluation(self.state.log_history, step, self._eval_sets()) or self.evaluate()
+            logged = logged_evaluation(self.state.log_history, step, self._eval_sets())
+            return logged or self.evaluate(**self._eval_options)
 
     def predict(
         self, test_dataset: Dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"

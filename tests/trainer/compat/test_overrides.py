@@ -683,6 +683,24 @@ def test_predictions_are_all_outputs_but_those_that_are_to_be_ignored(tmp_path: 
     assert trainer.predict(Points(3)).predictions.shape == (3, CLASSES)
 
 
+@pytest.mark.parametrize("sets", [Points(3), {"one": Points(3), "two": Points(2)}], ids=["a set", "two sets"])
+def test_training_leaves_the_outputs_out_of_its_evaluations_that_it_was_told_to(tmp_path: Path, sets: Any) -> None:
+    outputs: list[int] = []
+
+    def metrics(given: Any) -> dict[str, float]:
+        outputs.append(len(given.predictions))
+        return {}
+
+    args = TrainingArguments(
+        output_dir=str(tmp_path), device="cpu", disable_tqdm=True, max_steps=2, eval_strategy="steps", eval_steps=1
+    )
+    trainer = Trainer(ManyOutputs(), args, train_dataset=Points(8), eval_dataset=sets, compute_metrics=metrics)
+    trainer.train(ignore_keys_for_eval=["hidden", "heads"])
+    assert outputs == [2] * 2 * (len(sets) if isinstance(sets, dict) else 1)  # logits and mean
+    trainer.evaluate(Points(3))
+    assert outputs[-1] == 4
+
+
 class NeedsTraining(Classifier):
     def forward(self, *args: Any, **inputs: Any) -> dict[str, torch.Tensor]:
         self.modes = [*getattr(self, "modes", []), self.training]

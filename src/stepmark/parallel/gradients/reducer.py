@@ -132,8 +132,7 @@ class GradientReducer:
 
     @contextmanager
     def grads_exposed_so_far(self) -> Iterator[None]:
-        """Inside the block, between two backward passes, `parameter.grad` is what has been added up so far; what is
-        changed there counts."""
+        """Inside the block, between two backward passes, `parameter.grad` is the sum so far; changes there count."""
         take = expose_grads(list(zip(self.sums.parameters, self.sums.tensors(), strict=True)))
         yield
         self.sums.replace(take())

@@ -64,8 +64,7 @@ class ProgressDisplay:
         return (time.monotonic() - self._began) / trained * max(self._total - step, 0) if trained > 0 else None
 
     def step(self, step: int, values: dict[str, Any] | None = None) -> None:
-        """Moves the bar to `step`, and shows values there, or without a bar on a line. They have the names of
-        metrics.jsonl, and a loss."""
+        """Moves the bar to `step`, and shows values there or on a line: those of metrics.jsonl, and a loss."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
         if values is None:

@@ -57,8 +57,7 @@ def is_recorded(value: Any) -> bool:
 
 
 def replace_everywhere(name: str, original: Any, replacement: Any) -> None:
-    """Sets `name` in every loaded module of transformers that holds `original`; modules loaded later import it from
-    one of these."""
+    """Sets `name` in all loaded modules of transformers that hold `original`; those loaded later import it from one."""
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("transformers") and vars(module).get(name) is original:
             setattr(module, name, replacement)
