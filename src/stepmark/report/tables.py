@@ -88,8 +88,9 @@ def _as_number(value: object) -> float | None:
 def checkpoint_tables(history: History, checkpoints: Sequence[Checkpoint]) -> tuple[Table, Table]:
     """Every checkpoint the run saved, with its size, timing and state; and older ones that were deleted."""
     gone = [one for one in checkpoints if one.state == "deleted"][:-SHOWN_DELETED]
+    hidden = set(map(id, gone))  # of maybe ten thousands
     heads = ["#Step", "State", "", "#Size", "#Stall", "#Durable after", "#Saved"]
-    shown = _checkpoint_rows(history, [one for one in checkpoints if one not in gone])
+    shown = _checkpoint_rows(history, [one for one in checkpoints if id(one) not in hidden])
     return Table("checkpoints", heads, shown), Table("deleted", heads, _checkpoint_rows(history, gone))
 
 
