@@ -37,7 +37,7 @@ def test_fields_toml_has_no_other_fields() -> None:
 
 
 NEEDED: dict[str, dict[str, Any]] = {
-    "save_strategy": {"eval_strategy": "steps"},
+    "save_strategy": {"eval_strategy": "steps", "metric_for_best_model": "loss"},
     "pipeline_schedule": {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2},
 }
 

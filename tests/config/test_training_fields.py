@@ -82,6 +82,7 @@ def test_out_of_range(field: str, value: Any) -> None:
         ({"load_best_model_at_end": True}, ("load_best_model_at_end", "eval_strategy")),
         ({"eval_on_start": True}, ("eval_on_start", "eval_strategy")),
         ({"save_strategy": "best"}, ("save_strategy", "eval_strategy")),
+        ({"save_strategy": "best", **EVALUATES}, ("save_strategy", "`args.metric_for_best_model` must be provided")),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ("lr_scheduler_type", "eval_strategy")),
         ({"lr_scheduler_type": "greedy"}, ("lr_scheduler_type", "eval_strategy")),
         (

@@ -122,6 +122,31 @@ def test_a_function_is_called_outside_of_autocast(tmp_path: Path, bf16: bool) ->
     assert seen == 2 * [(torch.float32, torch.float32)]
 
 
+class CountsAll(Trainer):
+    """Sets transformers' attribute, by which num_items_in_batch has the first label of each row, too."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.shifted, self._loss_shifts_labels = self._loss_shifts_labels, False
+        self.items: list[float] = []
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        self.items.append(float(num_items_in_batch))
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def test_whether_labels_are_shifted_may_be_set_by_the_name_in_transformers(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", device="cpu", save_strategy="no")
+    trainer = CountsAll(build("gpt2"), args, train_dataset=samples())
+    trainer.train()
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert trainer.shifted is True
+    assert trainer._loss_shifts_labels is False
+    assert trainer.items == [float((batch["labels"] != -100).sum())]
+
+
 def test_what_it_averages_over_may_be_set_and_is_checked(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), device="cpu", disable_tqdm=True, per_device_eval_batch_size=1)
     trainer = BySample(tiny_model(dropout=0.0), args, eval_dataset=samples())  # type: ignore[arg-type]

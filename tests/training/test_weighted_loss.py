@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,15 @@ def test_label_smoothing_is_that_of_transformers(model: nn.Module) -> None:
     theirs = LabelSmoother(0.2)(outputs, batch["labels"], shift_labels=True)
     ours = smoothed_cross_entropy(outputs.logits, batch["labels"], 0.2, causal_shift=True) / shifted_targets(batch)
     torch.testing.assert_close(ours, theirs)
+
+
+def test_several_labels_of_a_sample_are_not_smoothed(model: nn.Module) -> None:
+    """As in transformers."""
+    several = copy.deepcopy(model)
+    several.config.problem_type = "multi_label_classification"  # type: ignore[union-attr, assignment]
+    with pytest.warns(UserWarning, match="Label smoothing is not compatible with multi-label classification"):
+        assert MicroBatchLoss(several, label_smoothing=0.1).smoothing == 0
+    assert MicroBatchLoss(model, label_smoothing=0.1).smoothing == 0.1
 
 
 def test_label_smoothing_is_of_labels_that_a_collator_has_shifted(model: nn.Module) -> None:

@@ -184,9 +184,11 @@ class TrainingFields(metaclass=AcceptingDefaults):
         if self.torch_compile:
             self.torch_compile_backend = self.torch_compile_backend or "inductor"
         refuse(contradictions(self, changed(self._values(), TrainingFields)))
-        finds_best = self.load_best_model_at_end or self.save_strategy == "best"
-        if self.metric_for_best_model is None and (finds_best or self.lr_scheduler_type in METRIC_SCHEDULES):
+        follows = self.load_best_model_at_end or self.lr_scheduler_type in METRIC_SCHEDULES
+        if self.metric_for_best_model is None and follows:
             self.metric_for_best_model = "loss"
+        if self.metric_for_best_model is None and self.save_strategy == "best":
+            raise UsageError("save_strategy: with best, `args.metric_for_best_model` must be provided, such as loss")
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = not self.metric_for_best_model.endswith(LOWER_IS_BETTER)
         if self.save_on_signal is None:

@@ -32,8 +32,7 @@ class CacheCounters:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of the device's memory: in use by this process now, at the peak, and available in total (None where the
-    device does not report it)."""
+    """Bytes of the device's memory: in use by this process now, at the peak, and in total (None where unknown)."""
 
     used: int
     peak: int | None
@@ -49,12 +48,10 @@ class Runtime(Protocol):
     host_memory: bool  # whether the device's memory is the host's
 
     def place(self, batch: Any) -> Any:
-        """Copies every tensor in a nest of dicts, lists and tuples to the device. May be called from a background
-        thread; runs no graph."""
+        """Copies every tensor in a nest of dicts, lists and tuples to the device, in any thread; runs no graph."""
 
     def numbers(self, values: Sequence[float]) -> Tensor:
-        """A float32 vector of these values on the device, without waiting for it. On a lazy device they are data, not
-        constants of the graph."""
+        """A float32 vector of these values on the device, without waiting; on a lazy one as data, not constants."""
 
     def write(self, target: Tensor, value: Tensor) -> None:
         """Copies `value`, on the host, to `target`, on the device, of the same shape and dtype. The tensor object stays

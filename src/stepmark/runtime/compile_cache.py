@@ -33,8 +33,7 @@ logger = logging.getLogger("stepmark")
 
 
 def prepare_compile_cache(setting: Setting) -> None:
-    """Points Neuron's compiler to its cache; call it before the device is opened. No-op on other machines. Raises
-    UsageError as `neuron_place`."""
+    """Points Neuron's compiler to its cache, before the device is opened. No-op elsewhere. Raises as `neuron_place`."""
     if not neuron_device_present():
         return
     flags = os.environ.get(NEURON_FLAGS, "")

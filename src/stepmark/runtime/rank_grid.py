@@ -56,8 +56,7 @@ def links_of_color(first: int, second: int, stages: int) -> list[tuple[int, int]
 
 
 def linked_groups(pipelines: Sequence[Sequence[int]], links: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """The ranks of these links in every pipeline, in pairs, and all other ranks, in pairs as well; if their number is
-    odd, one remains alone."""
+    """The ranks of these links in every pipeline, in pairs, and all others in pairs; an odd one remains alone."""
     pairs = [[pipeline[first], pipeline[second]] for first, second in links for pipeline in pipelines]
     return with_every_rank(pairs, sum(len(pipeline) for pipeline in pipelines))
 

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers import trainer_callback
 from transformers.trainer_callback import (
     CallbackHandler,
-    DefaultFlowCallback,
     EarlyStoppingCallback,
     ExportableState,
+    PrinterCallback,
+    ProgressCallback,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -71,7 +73,8 @@ class RunCallbacks:
     ) -> None:
         self.args = args
         self.run_log = run_log
-        called = [StrategyCallback, *filter(takes_part, (*reporters(args), *callbacks))]
+        shows = _SHOWS[bool(args.disable_tqdm)]
+        called = [DefaultFlowCallback, shows, *filter(takes_part, (*reporters(args), *callbacks))]
         self.handler: Any = CallbackHandler(called, model, processing_class, None, None)
         self.before_hearing: Callable[[], None] = lambda: None
         self._leads_node = leads_node
@@ -119,7 +122,7 @@ class RunCallbacks:
         if not extracting_graphs():
             console.keep_console(Path(self.args.output_dir))
         self.progress = ProgressDisplay(
-            shows=self.run_log.writes,
+            shows=self.run_log.writes and any(type(each) in _SHOWS for each in self.handler.callbacks),
             total=total_steps,
             done=self.state.global_step,
             bar=not self.args.disable_tqdm,
@@ -187,7 +190,7 @@ class RunCallbacks:
 
     def hears(self, name: str) -> bool:
         """Whether a callback that is not the run's own defines the event `name`, and does not inherit it empty."""
-        others = (each for each in self.handler.callbacks if type(each) is not StrategyCallback)
+        others = (each for each in self.handler.callbacks if type(each) not in (DefaultFlowCallback, *_SHOWS))
         methods = (getattr(each, name) for each in others)
         return any(getattr(each, "__func__", each) is not getattr(TrainerCallback, name) for each in methods)
 
@@ -298,7 +301,12 @@ def _is_reporter(kind: type) -> bool:
     return any(each.__module__.startswith(_INTEGRATIONS) for each in kind.__mro__)
 
 
-class StrategyCallback(DefaultFlowCallback):
+_EMPTY = {name: each for name, each in vars(TrainerCallback).items() if name.startswith("on_")}
+# transformers' callbacks, which do nothing: a run shows its bar and its lines until a program removes them.
+_SHOWS = [type(each.__name__, (each,), _EMPTY) for each in (ProgressCallback, PrinterCallback)]
+
+
+class DefaultFlowCallback(trainer_callback.DefaultFlowCallback):
     """Sets the control's flags by the strategies of the arguments.
 
     `epoch` fires at the end of every epoch, also of one that `max_steps` or a callback ends early. `steps` also

@@ -103,8 +103,7 @@ class Base(Trainer, _Refused, transformers.Trainer):  # type: ignore[misc, overr
         return self._hosts_ranks and (self.mesh.ranks.given or self.mesh.ranks.total > self.mesh.ranks.processes)
 
     def _own_loss(self, compute: Any, *given: Any, **options: Any) -> Any:
-        """TRL's `compute_loss`, with the metrics of the logical rank; none where it only takes part in others' passes
-        or has no samples."""
+        """TRL's `compute_loss`, with the logical rank's metrics; none where it joins others' passes or has no rows."""
         own: Any = self
         kept = (copy.deepcopy(own._metrics), own._total_train_tokens) if is_filler() else None
         own.accelerator.keeps_own = self._joins_at_logs and own.compute_loss_func is None  # which may join more

@@ -160,6 +160,7 @@ class Trainer:
     _eval_options: Mapping[str, Any] = {}  # of evaluations in training
     _hosts_ranks = True  # whether a process may have several logical ranks
     _in_save_model = False  # which calls `_save`
+    _loss_shifts_labels = property(lambda self: self._loss.causal_shift)
     _train_batch_size = property(lambda self: self.args.train_batch_size)  # read by programs, also after resuming
 
     loss = Replaceable(lambda trainer: trainer._loss, "Calls the model and weights its loss, for every micro-batch.")
@@ -253,6 +254,7 @@ class Trainer:
             UsageError: Setting it would have no effect: another model, or a hook that is never called; or a pipeline
                 rules it out.
         """
+        name = "causal_shift" if name == "_loss_shifts_labels" else name  # in transformers
         check_assignment(self, name, value)
         if name in NEED_COMPLETE_MODEL:
             check_pipeline(name, self.mesh.pipeline.size)
@@ -388,8 +390,7 @@ class Trainer:
         return Accelerator(self)
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Sets `_signature_columns`, the columns of a sample that `remove_unused_columns` keeps: those of the model. A
-        subclass may set others."""
+        """Sets `_signature_columns`, columns of samples that `remove_unused_columns` keeps; a subclass may set more."""
         if self._signature_columns is None:
             columns = model_columns(self.model, self._loss.labels)
             self._signature_columns = None if columns is None else sorted(columns)
@@ -1009,12 +1010,9 @@ class Trainer:
     @property
     def label_smoother(self) -> Any:
         """transformers' LabelSmoother, for a `compute_loss` that calls it; None without `label_smoothing_factor`."""
-        factor = self.args.label_smoothing_factor
-        if not factor:
-            return None
         from transformers.trainer_pt_utils import LabelSmoother
 
-        return LabelSmoother(epsilon=factor)
+        return LabelSmoother(epsilon=self._loss.smoothing) if self._loss.smoothing else None
 
     def get_num_trainable_parameters(self) -> int:
         """The number of values in the parameters that are trained, of this rank's part of the model."""

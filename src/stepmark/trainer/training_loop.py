@@ -625,6 +625,8 @@ class TrainingLoop:
         if not self._monitor.anomalies.not_finite and is_better(self._args, metrics[key], state.best_metric):
             state.best_metric, state.best_global_step = metrics[key], state.global_step
             saves_best = self._args.save_strategy == "best" or self._args.load_best_model_at_end
+            if self._saved_step == self._step:  # before it was evaluated: nothing in its checkpoint keeps it
+                self._saved_step, saves_best = -1, True
             self._callbacks.control.should_save |= saves_best
 
     def _pausable_evaluation(self) -> dict[str, float]:

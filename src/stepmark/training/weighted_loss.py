@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -112,7 +113,11 @@ class MicroBatchLoss:
         self._lazy = lazy
         self._compute = compute_loss_func
         self._declared_by = declared_by
-        self._smoothing = label_smoothing
+        self.smoothing = label_smoothing
+        config = getattr(unwrapped(model), "config", None)
+        if label_smoothing and getattr(config, "problem_type", None) == "multi_label_classification":
+            warnings.warn("Label smoothing is not compatible with multi-label classification: none here", stacklevel=2)
+            self.smoothing = 0.0
         self._names_items = names_num_items(model)
         self._sums_samples = sums_samples(model)
         # Only generation needs the key-value cache, which some models return by default.
@@ -191,7 +196,7 @@ class MicroBatchLoss:
         """Says once that nothing says which labels are targets; raises UsageError where the loss depends on it."""
         if not self._is_open(inputs):
             return
-        if self._smoothing and not self.replaces_own:
+        if self.smoothing and not self.replaces_own:
             raise UsageError(f"label_smoothing_factor: {_UNDECLARED}")
         if not self._said:
             self._said = True
@@ -228,13 +233,13 @@ class MicroBatchLoss:
                 with torch.autocast(count.device.type, enabled=False):  # which is for the model, as in transformers
                     loss = self._compute(outputs, given.get("labels"), num_items_in_batch=count.clamp(min=1))
                 return weight.of(loss), outputs
-            if "labels" in inputs and self._smoothing:
+            if "labels" in inputs and self.smoothing:
                 if self.labels.by_sample:
                     raise UsageError("label_smoothing_factor: the smoothed loss is no mean over samples; set it to 0")
                 outputs = self._call_without_labels(model, inputs, inputs)
                 shifted = inputs.get("shift_labels")  # by the collator
                 labels, shifts = (inputs["labels"], self.causal_shift) if shifted is None else (shifted, False)
-                loss = smoothed_cross_entropy(logits_of(outputs), labels, self._smoothing, shifts)
+                loss = smoothed_cross_entropy(logits_of(outputs), labels, self.smoothing, shifts)
                 return loss / weight.divisor, outputs
             given = with_targets(self.labels, inputs, count)
             items = {"num_items_in_batch": count.clamp(min=1)} if self._names_items else {}

@@ -926,6 +926,13 @@ def test_an_adapter_is_written_by_save(tmp_path: Path) -> None:
     assert difference(tmp_path / "theirs", tmp_path / "ours") == EQUAL
 
 
+def test_the_accelerator_has_the_values_of_the_one_in_transformers(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), device="cpu", gradient_accumulation_steps=4)
+    trainer = Trainer(build("llama"), args)
+    assert trainer.accelerator.gradient_accumulation_steps == 1  # by which a loss that is divided is whole
+    assert trainer.accelerator.unwrap_model(torch.nn.DataParallel(trainer.model)) is trainer.model
+
+
 def write_by_save(folder: str, options: dict[str, Any]) -> str:
     args = TrainingArguments(output_dir=f"{folder}/run", device="cpu", max_steps=2, disable_tqdm=True, **options)
     model = build("llama")

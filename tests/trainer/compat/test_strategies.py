@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.errors import UsageError
@@ -157,7 +157,8 @@ def test_a_callback_may_ask_for_anything_and_stop_the_run(tmp_path: Path) -> Non
 def test_only_better_models_are_saved(
     tmp_path: Path, losses: list[float], greater: bool | None, saves: list[int]
 ) -> None:
-    options = {"save_strategy": "best", "greater_is_better": greater, **steps("eval", 12 // len(losses))}
+    best = {"save_strategy": "best", "metric_for_best_model": "loss", "greater_is_better": greater}
+    options = {**best, **steps("eval", 12 // len(losses))}
     recorder = run(tmp_path, Losses(losses), **options)
     assert len(recorder.evaluations) == len(losses)
     assert recorder.saves == saves
@@ -176,6 +177,49 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "checkpoint-8" / "model.safetensors")
     state = made.model.state_dict()
     assert all((state[name] == value).all() for name, value in weights.items())
+
+
+class Interrupted(Losses):
+    """The first evaluation fails, once."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        if self.losses is not None:
+            losses, self.losses = self.losses, None  # type: ignore[assignment]
+            self.after = losses
+            raise KeyboardInterrupt
+        metrics["eval_loss"] = next(self.after)
+
+
+@pytest.mark.parametrize("kind", [Losses, Interrupted])
+def test_the_best_is_kept_that_was_saved_before_it_was_evaluated(tmp_path: Path, kind: type[Losses]) -> None:
+    """A step is saved before the end of its epoch is evaluated: what was saved knows nothing of its metric."""
+    options = {**steps("save", 5), "eval_strategy": "epoch", "save_total_limit": 1, "metric_for_best_model": "loss"}
+    made, recorder = trainer(tmp_path, kind([3.0, 4.0, 5.0]), **options)
+    if kind is Interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            made.train()
+        assert (made.state.global_step, recorder.saves) == (5, [5])
+        recorder.saves.clear()
+    made.train(resume_from_checkpoint=True)
+    assert recorder.saves == ([5, 10, 12] if kind is Interrupted else [5, 5, 10, 12])
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-12", "checkpoint-5"]
+    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-5")
+
+
+@pytest.mark.parametrize(("quiet", "kind"), [(True, PrinterCallback), (False, ProgressCallback)])
+def test_a_run_shows_nothing_without_the_callback_that_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], quiet: bool, kind: type[TrainerCallback]
+) -> None:
+    made, _ = trainer(tmp_path / "shown", **steps("logging", 4), disable_tqdm=quiet)
+    names = [type(each).__name__ for each in made.callback_handler.callbacks]
+    assert names == ["DefaultFlowCallback", kind.__name__, "Recorder"]  # as in transformers
+    made.train()
+    assert "step 4/12" in capsys.readouterr().err
+    made, recorder = trainer(tmp_path / "silent", **steps("logging", 4), disable_tqdm=quiet)
+    made.remove_callback(kind)
+    made.train()
+    assert recorder.logs == [4, 8, 12]
+    assert "step 4/12" not in capsys.readouterr().err
 
 
 def test_an_evaluation_of_the_best_model_is_one_of_its_step(tmp_path: Path) -> None:

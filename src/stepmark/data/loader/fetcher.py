@@ -106,8 +106,7 @@ class Fetcher(Dataset[MicroBatch]):
 
 
 def random_states(*others: Any) -> list[Any]:
-    """States of the global CPU generators of Python, numpy and PyTorch, and of others; those of PyTorch as tensors,
-    which costs no operation."""
+    """States of the global CPU generators of Python, numpy and PyTorch (as tensors: no operation), and of others."""
     return [each.get_state() if isinstance(each, torch.Generator) else state_of(each) for each in (*GLOBAL, *others)]
 
 

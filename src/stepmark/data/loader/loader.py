@@ -329,8 +329,7 @@ class DataLoader:
                     worker.kill()
 
     def _check_shape(self, micro_batch: MicroBatch) -> None:
-        """With a fixed shape and no stated lengths, every micro-batch must have the shapes of the first; one that was
-        not filled has fewer rows."""
+        """With a fixed shape and no stated lengths, micro-batches have the first's shapes, or fewer rows."""
         if not self.fixed_shape or self._collation.lengths or not isinstance(micro_batch.inputs, Mapping):
             return
         if 0 < micro_batch.rows < self.layout.batch_size and not micro_batch.filled:

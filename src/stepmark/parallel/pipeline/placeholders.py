@@ -97,8 +97,7 @@ def collected_router_logits() -> list[Tensor]:
 
 
 def collect_router_logits(model: Any) -> None:
-    """Makes transformers collect them of all layers of a complete model; by itself it finds those that are there when
-    the model is called first."""
+    """Makes transformers collect them of all layers of a complete model; alone it finds those of the first call."""
     from transformers.utils import output_capturing
 
     output_capturing.maybe_install_capturing_hooks(model)

@@ -20,8 +20,7 @@ GROUPED_BYTES = 16
 
 
 def check_experts(name: str, module: nn.Module, sharded: bool) -> None:
-    """Raises UsageError for a module of experts whose outputs are no sum over the ranks. `sharded`: whether the plan
-    shards parameters of it."""
+    """Raises UsageError for experts whose outputs are no sum over the ranks. `sharded`: whether the plan cuts them."""
     if getattr(module, "has_post_expert_norm", False):
         raise UsageError(
             f"tensor_parallel_size: {name} norms each expert's output, of which a rank has a part of a sum"

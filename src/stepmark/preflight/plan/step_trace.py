@@ -243,8 +243,7 @@ class WatchedLoss(MicroBatchLoss):
 
 
 def _watch(optimizer: NamedOptimizer, parameters: list[nn.Parameter], tracker: AllocationTracker) -> None:
-    """Makes the optimizer's update, and the reduction of its gradients, windows of the tracker, which learns what
-    memory holds gradients."""
+    """Makes the optimizer's update, and its gradients' reduction, windows of the tracker, which sees what they hold."""
     make, update = optimizer.gradients, optimizer.step
 
     def gradients(*args: Any, **options: Any) -> GradientReducer:

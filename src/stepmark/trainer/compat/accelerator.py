@@ -43,7 +43,7 @@ class Accelerator:
         self.num_processes, self.process_index, self.local_process_index = world.size, world.rank, world.local_rank
         self.is_main_process, self.is_local_main_process = world.rank == 0, world.local_rank == 0
         self.device: torch.device = self._mesh.runtime.device
-        self.gradient_accumulation_steps: int = trainer.args.gradient_accumulation_steps
+        self.gradient_accumulation_steps = 1  # as in transformers, whose loop accumulates
         self.distributed_type = "NO" if world.size == 1 else f"MULTI_{'CPU' if self.device.type == 'cpu' else 'GPU'}"
         self.state = SimpleNamespace(
             **{name: value for name, value in vars(self).items() if not name.startswith("_")},
@@ -106,8 +106,8 @@ class Accelerator:
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, **_: Any) -> nn.Module:
-        """The model itself: nothing is wrapped around it."""
-        return model
+        """The model itself: nothing is wrapped around it, but by a program."""
+        return model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -137,8 +137,7 @@ def metric_lines(split: str, metrics: Mapping[str, Any]) -> list[str]:
 
 
 def evaluation_line(step: int, metrics: dict[str, float], prefix: str) -> str:
-    """The step, the metrics without their `prefix`, which says which of several datasets it is, and the seconds that
-    the evaluation took."""
+    """The step, the metrics without their `prefix`, which says what dataset it is, and the evaluation's seconds."""
     shown = [
         f"{key.removeprefix(prefix + '_')} {decimals(value)}"
         for key, value in metrics.items()

@@ -17,8 +17,7 @@ from stepmark.trainer.telemetry.anomalies import AnomalyDetector
 
 
 class SaveHistory:
-    """Tracks the saves of a run on the rank that writes its log; elsewhere calls do nothing. `poll` is cheap and
-    is called at every step."""
+    """Tracks a run's saves on the rank that writes its log; elsewhere calls do nothing. `poll` is cheap."""
 
     def __init__(self, run_log: RunLog, folder: Path, anomalies: AnomalyDetector) -> None:
         self._run_log = run_log
