@@ -178,8 +178,7 @@ def _size(history: History) -> list[tuple[str, str, str]]:
 
 
 def commands(history: History) -> list[tuple[str, str]]:
-    """What continues, evaluates and watches the run, by a name. A run of a script has no recipe
-    that names its model and data."""
+    """What continues, evaluates and watches the run, by a name. A script's run has no recipe that names its data."""
     folder = shlex.quote(str(history.folder))
     recipe, ranks = history.folder / USED_RECIPE, history.started.get("ranks", 1)
     found = []
