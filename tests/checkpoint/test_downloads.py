@@ -136,6 +136,29 @@ def test_the_checkpoint_before_a_damaged_one_is_restored(
     assert BucketPlace(bucket).steps() == [1]
 
 
+@pytest.mark.parametrize("damaged", [(3,), (1, 2, 3)])
+def test_a_whole_checkpoint_there_is_taken_in_place_of_a_damaged_one_here(
+    bucket: Bucket, damaged: tuple[int, ...]
+) -> None:
+    with Checkpointer(bucket.url) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, state_of(step), block=True)
+    for step in damaged:
+        path = checkpointer.folder / f"checkpoint-{step}" / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert restored(bucket.url) == 3
+    assert BucketPlace(bucket).steps() == [3, 2, 1]
+    assert (checkpointer.folder / "damaged-checkpoint-3").is_dir()
+
+
+def test_a_step_that_is_saved_again_is_uploaded_though_it_is_not_the_newest(bucket: Bucket) -> None:
+    with Checkpointer(bucket.url) as checkpointer:
+        for step, value in ((1, 1), (2, 2), (3, 3), (2, 2.5)):
+            checkpointer.save(step, state_of(value), block=True)
+        saved = (checkpointer.folder / "checkpoint-2" / "manifest.json").read_bytes()
+        assert bucket.read("checkpoint-2/manifest.json") == saved
+
+
 def test_the_checkpoint_before_one_that_is_deleted_meanwhile_is_taken(
     bucket: Bucket, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

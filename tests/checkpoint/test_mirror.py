@@ -18,10 +18,10 @@ import torch
 from stepmark.checkpoint import Checkpointer, KeepLast
 from stepmark.checkpoint import mirror as module
 from stepmark.checkpoint.coordination.bucket_claim import OWNER
-from stepmark.checkpoint.format.checkpoint_folders import STOP_REQUEST
+from stepmark.checkpoint.format.checkpoint_folders import STOP_REQUEST, point_best
 from stepmark.checkpoint.mirror import Mirror
-from stepmark.checkpoint.places import BucketPlace, Copied, FolderPlace
-from stepmark.errors import CheckpointBusy, CheckpointError
+from stepmark.checkpoint.places import BucketPlace, Copied, FolderPlace, verify_there
+from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError
 from stepmark.filesystem import objects
 from stepmark.filesystem.objects import Bucket
 from stepmark.trainer.interruption.run_end import reason_to_stop
@@ -191,7 +191,12 @@ def test_a_manifest_that_cannot_be_read_is_set_aside(tmp_path: Path, bucket: Buc
     mirrored(tmp_path / "run", bucket)
     bucket.put("checkpoint-2/manifest.json", b"garbage")
     bucket.put("checkpoint-1/manifest.json", b"garbage too")
-    assert not fetched(tmp_path / "new", bucket)
+    for _ in range(2):  # as in a folder: a restart does not begin from scratch
+        with pytest.raises(CheckpointDamaged, match=r"none of the 2 checkpoints in s3:.* is complete; .*from scratch"):
+            fetched(tmp_path / "new", bucket)
+        assert BucketPlace(bucket).steps() == [2, 1]
+    save(tmp_path / "old", 0)
+    assert not fetched(tmp_path / "old", bucket)
     assert BucketPlace(bucket).steps() == []
     bucket.put("checkpoint-9/manifest.json", b"garbage")
     mirrored(tmp_path / "run", bucket, keep=1)
@@ -206,6 +211,127 @@ def test_another_run_is_not_fetched_over_this_one(tmp_path: Path, bucket: Bucket
     mirrored(tmp_path / "one", bucket)
     with mirroring(tmp_path / "other", bucket) as mirror, pytest.raises(CheckpointError, match="of another run"):
         mirror.fetch()
+
+
+@pytest.mark.parametrize("told_by", ["identity", "event"])
+def test_a_place_of_another_run_is_left_as_it_is_where_the_folder_is_newer(
+    tmp_path: Path, bucket: Bucket, told_by: str
+) -> None:
+    """Retention would delete its checkpoints, as older ones of this run. Two runs from the same data and seed differ by
+    when they began."""
+    for name, steps in (("other", (1, 2)), ("own", (2, 7))):
+        with Checkpointer(tmp_path / name) as checkpointer:
+            for step in steps:
+                identity = {"model": name if told_by == "identity" else "the same"}
+                checkpointer.save(step, {"model": torch.nn.Linear(2, 2)}, metadata={"identity": identity}, block=True)
+        if told_by == "event":
+            (tmp_path / name / "events.jsonl").write_text(f'{{"event": "started", "run": "{name}"}}\n')
+    mirrored(tmp_path / "other", bucket)
+    before = bucket.objects("checkpoint-1"), bucket.objects("checkpoint-2")
+    with mirroring(tmp_path / "own", bucket, keep=1) as mirror, pytest.raises(CheckpointError, match="of another run"):
+        mirror.fetch()
+    assert before == (bucket.objects("checkpoint-1"), bucket.objects("checkpoint-2"))
+
+
+def test_what_the_run_has_left_elsewhere_is_left_here_too(tmp_path: Path, bucket: Bucket) -> None:
+    """Where it went back to an older checkpoint, a folder that has not seen that does not bring the later ones back;
+    one that has may."""
+    first, other = tmp_path / "first", tmp_path / "other"
+    save(first, 1, 2, 3)
+    mirrored(first, bucket)
+    fetched(other, bucket)
+    with mirroring(other, bucket) as mirror:
+        mirror.leave(1)
+    (other / "checkpoint-3").rename(other / "left-checkpoint-3")
+    save(other, 2, value=0.5)
+    mirrored(other, bucket)
+    assert fetched(first, bucket)
+    assert saved_steps(first) == [1, 2]
+    assert (first / "left-checkpoint-3").is_dir()
+    assert (first / "left-checkpoint-2").is_dir()
+    assert (first / "checkpoint-2/manifest.json").read_bytes() == bucket.read("checkpoint-2/manifest.json")
+    (other / "left-checkpoint-3").rename(other / "checkpoint-3")
+    assert not fetched(other, bucket)
+    assert saved_steps(other) == [2, 3]
+
+
+def test_a_run_comes_back_to_a_machine_that_it_has_been_on(tmp_path: Path, bucket: Bucket) -> None:
+    """Its last checkpoint there was not uploaded any more, and the run has saved that step again elsewhere."""
+    first, other = tmp_path / "first", tmp_path / "other"
+    save(first, 1, 2)
+    mirrored(first, bucket)
+    fetched(other, bucket)
+    save(first, 3)
+    save(other, 3, 4, value=0.5)
+    mirrored(other, bucket)
+    assert fetched(first, bucket)
+    assert saved_steps(first) == [1, 2, 3, 4]
+    for step in (3, 4):
+        assert (first / f"checkpoint-{step}/manifest.json").read_bytes() == bucket.read(
+            f"checkpoint-{step}/manifest.json"
+        )
+
+
+def test_nothing_is_set_aside_where_all_is_damaged_in_both_places(tmp_path: Path, bucket: Bucket) -> None:
+    run = tmp_path / "run"
+    save(run, 1, 2)
+    mirrored(run, bucket)
+    names = [each.name for each in bucket.objects() if each.name.endswith("model.safetensors")]
+    for name in names:
+        bucket.put(name, bucket.read(name)[:-1] + b"?")
+    with mirroring(run, bucket) as mirror:
+        with pytest.raises(CheckpointDamaged, match="none of the 2 checkpoints in s3:"):
+            mirror.fetch(damaged=True)
+        assert saved_steps(run) == BucketPlace(bucket).steps()[::-1] == [1, 2]
+        bucket.put(min(names), (run / "checkpoint-1" / "model.safetensors").read_bytes())
+        assert mirror.fetch(damaged=True)
+    assert {path.name for path in run.iterdir()} >= {"checkpoint-1", "damaged-checkpoint-1", "checkpoint-2"}
+    assert BucketPlace(bucket).steps() == [1]
+
+
+@pytest.mark.parametrize("damage", ["garbage", "missing"])
+def test_damage_in_the_folder_says_nothing_of_the_bucket(tmp_path: Path, bucket: Bucket, damage: str) -> None:
+    save(tmp_path / "run", 1)
+    fetched(tmp_path / "run", bucket)
+    save(tmp_path / "other", 2, 3)
+    mirrored(tmp_path / "other", bucket)
+    manifest = tmp_path / "run" / "checkpoint-1" / "manifest.json"
+    manifest.write_text("garbage") if damage == "garbage" else manifest.unlink()
+    assert fetched(tmp_path / "run", bucket)
+    assert BucketPlace(bucket).steps() == [3, 2]
+    assert saved_steps(tmp_path / "run") == [1, 3]
+
+
+def test_a_checkpoint_that_lacks_an_object_is_set_aside(tmp_path: Path, bucket: Bucket) -> None:
+    save(tmp_path / "run", 1, 2, 3)
+    mirrored(tmp_path / "run", bucket)
+    for step, name in ((3, "state.json"), (2, "model.safetensors")):
+        bucket.delete([each.name for each in bucket.objects(f"checkpoint-{step}") if each.name.endswith(name)])
+    faults = {report.step: [each.file for each in report.faults] for report in verify_there(bucket.url)}
+    assert faults == {1: [], 2: ["model.safetensors"], 3: ["state.json"]}
+    assert fetched(tmp_path / "new", bucket)
+    assert saved_steps(tmp_path / "new") == [1]
+    assert BucketPlace(bucket).steps() == [1]
+
+
+def test_what_the_folder_has_lost_is_fetched(tmp_path: Path, bucket: Bucket) -> None:
+    """The best checkpoint, and logs, which the bucket would lose as well."""
+    run = tmp_path / "run"
+    save(run, 1, 2)
+    point_best(run, 1)
+    (run / "events.jsonl").write_text('{"event": "started"}\n')
+    mirrored(run, bucket)
+    logs = (run / "metrics.jsonl").read_bytes()
+    shutil.rmtree(run / "checkpoint-1")
+    (run / "metrics.jsonl").unlink()
+    (run / "events.jsonl").write_text('{"event": "started"}\n{"event": "later"}\n')
+    mirror = Mirror(run, bucket, [], needs=lambda _: {1})
+    mirror.open()
+    assert not mirror.fetch()
+    mirror.close()
+    assert saved_steps(run) == [1, 2]
+    assert (run / "metrics.jsonl").read_bytes() == logs
+    assert "later" in (run / "events.jsonl").read_text()
 
 
 def test_what_could_not_be_uploaded_in_time_is_told(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
@@ -346,6 +472,7 @@ def test_what_a_callback_adds_to_a_checkpoint_is_uploaded(tmp_path: Path, bucket
 def test_objects_of_others_stay(tmp_path: Path, bucket: Bucket) -> None:
     """Whatever they are called; those of saves that were not completed go."""
     theirs = ["checkpoint-1/notes.txt", "checkpoint-9/model.bin", "checkpoint-9/global_step9/mp_rank_00", "data/a", "b"]
+    theirs += ["checkpoint-2/20260131-093005/results.json", "checkpoint-9/1769849999123456/results.json"]
     for name in theirs:
         bucket.put(name, b"theirs")
     for name in ("checkpoint-9/0123abcd-000001/model.safetensors", "checkpoint-1/0123abcd-000002/state.json"):

@@ -111,6 +111,28 @@ def test_what_is_there_is_not_sent_again(proxy: Proxy, run: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_is_lost_there_is_sent_again(proxy: Proxy, run: Path, tmp_path: Path, kind: str) -> None:
+    """Of a checkpoint whose manifest is there, with what was added to it since; what others have added there stays."""
+    there = address(proxy, kind, tmp_path / "there")
+    copied(run, there)
+    if kind == "folder":
+        (tmp_path / "there/checkpoint-10/theirs.txt").write_text("theirs")
+        (tmp_path / "there/checkpoint-10/state.json").unlink()
+    else:
+        bucket = Bucket(there)
+        bucket.delete([each.name for each in bucket.objects("checkpoint-10") if each.name.endswith("state.json")])
+    (run / "checkpoint-10/added.txt").write_text("added")
+    assert [bool(each.sent) for each in copied(run, there)] == [True, False, False]
+    assert not any(each.sent for each in copied(run, there))
+    if kind == "folder":
+        assert (tmp_path / "there/checkpoint-10/theirs.txt").read_text() == "theirs"
+        (tmp_path / "there/checkpoint-10/theirs.txt").unlink()
+    copied(there, tmp_path / "back")
+    assert_same(run, tmp_path / "back")
+    assert not verify(tmp_path / "back/checkpoint-10").faults
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_checkpoint_is_copied_alone(proxy: Proxy, run: Path, tmp_path: Path, kind: str) -> None:
     there = address(proxy, kind, tmp_path / "there")
     assert [each.step for each in copied(run / "checkpoint-5", there)] == [5]
@@ -173,6 +195,14 @@ def test_checkpoints_of_two_runs_are_not_mixed(proxy: Proxy, tmp_path: Path, kin
     copied(tmp_path / "again", there)
     with pytest.raises(CheckpointError, match="has checkpoints of another run; name another destination"):
         copied(tmp_path / "other", there)
+    for name, step in (("one", 5), ("later", 8)):  # of the same data and seed, begun at another time
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "events.jsonl").write_text(f'{{"event": "started", "time": {step}}}\n')
+    copied(tmp_path / "one", there)
+    with Checkpointer(tmp_path / "later") as checkpointer:
+        checkpointer.save(8, {"nest": {"step": 8}}, metadata={"identity": {"seed": 1}}, block=True)
+    with pytest.raises(CheckpointError, match="has checkpoints of another run; name another destination"):
+        copied(tmp_path / "later", there)
 
 
 def test_a_run_is_not_copied_onto_itself(run: Path, tmp_path: Path) -> None:

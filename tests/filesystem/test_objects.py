@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import boto3
 import pytest
 
 from stepmark.errors import UsageError
@@ -99,6 +100,20 @@ def test_a_list_that_fails_is_never_empty(proxy: Proxy, bucket: Bucket, monkeypa
     for ask in (impatient.objects, impatient.inside):
         with pytest.raises(OSError, match="503"):
             ask()
+
+
+def test_objects_that_stand_for_folders_are_none(proxy: Proxy) -> None:
+    """Consoles and other tools make them, empty and with a slash at the end."""
+    proxy.fault = lambda *_: None
+    place = make_bucket(proxy)
+    client = boto3.client("s3", endpoint_url=f"http://{proxy.store}", region_name="us-east-1")
+    for name in ("run/", "run/logs/", "run/logs/deep/"):
+        client.put_object(Bucket=place.removeprefix("s3://"), Key=name, Body=b"")
+    bucket = Bucket(f"{place}/run")
+    for name in ("logs/deep/a", "logs/deep-b", "logs/empty"):
+        bucket.put(name, b"")
+    for prefix in ("", "logs"):
+        assert [each.name for each in bucket.objects(prefix)] == ["logs/deep-b", "logs/deep/a", "logs/empty"]
 
 
 def test_a_missing_bucket_is_named(proxy: Proxy, bucket: Bucket) -> None:

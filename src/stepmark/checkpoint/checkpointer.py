@@ -55,7 +55,7 @@ from stepmark.checkpoint.save.snapshot import PendingCopies, begin_copies, exten
 from stepmark.checkpoint.save.write import SaveWriter
 from stepmark.checkpoint.sections import check_state, describe, runtime_of
 from stepmark.checkpoint.timestamps import TimestampSource
-from stepmark.errors import CheckpointError, CheckpointNotFound, UsageError
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
 from stepmark.filesystem.cache_folder import working_folder
 from stepmark.filesystem.json_values import decode_plain
 from stepmark.filesystem.local_paths import address_of
@@ -241,8 +241,7 @@ class Checkpointer:
     def _agree(
         self, operation: Operation, what: str, step: int, prepare: Callable[[], Any]
     ) -> tuple[Any, list[RankReport]]:
-        """Prepares the operation, once the save before has ended, and exchanges reports with all ranks. Raises, on all
-        ranks, where one cannot go on."""
+        """Prepares the operation, once the save before has ended; raises on all ranks where one cannot go on."""
         prepared: Any = None
         problem: BaseException | None = None
         try:
@@ -273,9 +272,8 @@ class Checkpointer:
         needs = [max(0, extents_of(plan, rank)[1] - reports[rank].held) for rank in ranks]
         free = [reports[rank].free for rank in ranks]
         if (short := shortage(needs, free, "its copy of the state", "the copies of the")) is not None:
-            raise CheckpointError(
-                f"saving needs {short}; use more nodes, a smaller state, or machines with more memory"
-            )
+            why = f"saving needs {short}; use more nodes, a smaller state, or machines with more memory"
+            raise CheckpointError(why)
         if self._group.rank == 0:
             self._background.tidy()
             self._background.make_room(self.folder, disk_need(plan), request.manifest.save)
@@ -328,8 +326,7 @@ class Checkpointer:
                 self._copies.free()
 
     def delete_old(self) -> None:
-        """Deletes what the policies do not keep, as after a save; for a reader that had kept one from that. On rank 0,
-        and in any of its threads."""
+        """Deletes what the policies do not keep, as after a save, once a reader has ended. On rank 0, in any thread."""
         for newest in checkpoints(self.folder)[:1]:
             if (save := save_of(newest)) is not None:
                 self._cleaner.after(newest, save)
@@ -363,7 +360,8 @@ class Checkpointer:
             later = [each.name for each in checkpoints(self.folder) if (step_of(each) or 0) > restored.step]
             if later:
                 told = "%s has checkpoints of later steps, from which a restart goes on: delete %s"
-                logger.warning(told, self.folder, listed(later, 3))
+                where = " and ".join(filter(None, (self._address, str(self.folder))))
+                logger.warning(told, where, listed(later, 3))
         return None if restored is None else restored.step
 
     def restore_from(
@@ -381,13 +379,30 @@ class Checkpointer:
                     self._timed_group, operation, threads, alone, self._timestamps, self._runtime, accept
                 )
                 if checkpoint is None:
-                    found = self._timed_group.ask_first(
-                        partial(checkpoints_to_restore, self.folder), "looking for checkpoints", board=board
-                    )
-                    return restorer.newest(found, state)
+                    return self._restore_newest(restorer, state, board)
                 path = self._resolve(checkpoint)
                 with self._lease_on(path):
                     return restorer.named(path, state)
+
+    def _restore_newest(self, restorer: Restorer, state: Mapping[str, Any], board: StatusBoard) -> Restored | None:
+        """Of the folder; an address may have a whole one where the newest in the folder is corrupted."""
+
+        def newest() -> Restored | None:
+            find = partial(checkpoints_to_restore, self.folder)
+            return restorer.newest(self._timed_group.ask_first(find, "looking for checkpoints", board=board), state)
+
+        try:
+            restored, again = newest(), self._fetch(board)
+        except CheckpointDamaged:
+            if not (again := self._fetch(board, damaged=True)):
+                raise
+        return newest() if again else restored
+
+    def _fetch(self, board: StatusBoard, *, damaged: bool = False) -> bool:
+        """Whether the address had a newer one, which is in the folder then. Collective."""
+        work = lambda: self._mirror is not None and self._mirror.fetch(damaged=damaged)  # noqa: E731
+        what = f"downloading from {self._address}"
+        return self._address is not None and self._timed_group.ask_first(work, what, board=board)
 
     def _resolve(self, checkpoint: str | Path | int) -> Path:
         if isinstance(checkpoint, (str, Path)):
@@ -509,7 +524,7 @@ class Checkpointer:
     def _upload(self, step: int) -> None:
         """On rank 0, at an address: returns once what is committed in the folder is there too."""
         assert self._mirror is not None
-        if (behind := self._mirror.finish()) is not None:
+        if (behind := self._mirror.finish(saved=step)) is not None:
             self._mirror.check()
             raise CheckpointError(behind)
 

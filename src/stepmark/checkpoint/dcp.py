@@ -62,8 +62,7 @@ def save(
 ) -> Path:
     """Saves a state dict as the folder `checkpoint_id`; collective. Returns once it is durable.
 
-    Where ranks have different values under one name, one rank's is saved, and a warning names them; give them names of
-    their own.
+    Where ranks have different values under one name, one rank's is saved, and a warning names them: rename them.
 
     Args:
         state_dict: Nested dicts and lists of tensors, DTensors and plain values. What has `state_dict` and
@@ -286,6 +285,5 @@ def _save_to_load(path: Path) -> str | None:
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(
-        f"stepmark.checkpoint.dcp has no {name!r}, only save, async_save and load; for others, import torch's"
-    )
+    why = f"stepmark.checkpoint.dcp has no {name!r}, only save, async_save and load; for others, import torch's"
+    raise AttributeError(why)

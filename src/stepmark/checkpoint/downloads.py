@@ -64,8 +64,7 @@ def download(
 
 
 def checkpoint_copy(address: str, needs: Callable[[Path], set[int]] = lambda path: set()) -> Path:
-    """The checkpoint at an address, of a run its newest complete one, in the cache; beside it those that `needs(path)`
-    names. Raises as `download`."""
+    """The checkpoint at an address, or its run's newest, in the cache, with those that `needs(path)`. As `download`."""
     place, _ = place_of(address)
     with explained(address), _folder_of(place.address) as folder:
         path = download(address, folder)

@@ -14,12 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 
 from stepmark.checkpoint.coordination.bucket_claim import BucketClaim
 from stepmark.checkpoint.coordination.leases import Lease
 from stepmark.checkpoint.format.checkpoint_folders import DAMAGED, LEFT, STOP_REQUEST, best_step, checkpoint_path
-from stepmark.checkpoint.format.manifest import MANIFEST, is_file_name
+from stepmark.checkpoint.format.manifest import MANIFEST, is_file_name, save_of
 from stepmark.checkpoint.places import (
     BucketPlace,
     Copied,
@@ -85,37 +86,74 @@ class Mirror:
     # Before training
 
     def open(self) -> list[int]:
-        """Claims the place; returns the steps of its checkpoints, newest first. Raises CheckpointBusy or OSError, after
-        which it may be called again."""
+        """Claims the place; returns its steps, newest first. Raises CheckpointBusy or OSError: call it again."""
         if self._claim is None:
             self._owning = self._place.owning()
             self._claim = self._owning.__enter__()
         self._bucket.delete([STOP_REQUEST])  # made to an earlier run
         return self._place.steps()
 
-    def fetch(self, say: Callable[[str], object] = lambda text: None) -> bool:
+    def fetch(self, say: Callable[[str], object] = lambda text: None, *, damaged: bool = False) -> bool:
         """Downloads the newest checkpoint, what it needs, and what is beside it, where it is newer than those in the
-        folder. Returns whether it was. A damaged one is set aside. Raises CheckpointError or OSError."""
-        while there := self._place.steps():
-            own = self._source.steps()
-            if own and own[0] >= there[0]:
-                return False
-            say(f"downloading checkpoint-{there[0]} from {self.address}")
+        folder, or these are all `damaged`. Returns whether it was. Once there is a whole one, damaged ones are set
+        aside. What is here, and the run has left elsewhere, is left. Raises CheckpointError or OSError."""
+        there, own, failed, found = self._place.steps(), self._source.steps(), list[tuple[int, str]](), False
+        check_same_run(self._source, self._place, own, there)
+        for step in there:
+            while own and own[0] >= step and not damaged and self._was_left(own[0]) and not self._is_here(step):
+                logger.warning("%s is left: the run went back elsewhere", checkpoint_path(self.folder, own[0]))
+                self._source.set_aside(own.pop(0), LEFT)
+            if own and own[0] >= step and not damaged:
+                self._fetch_older(self._needs(checkpoint_path(self.folder, own[0])).intersection(there).difference(own))
+                if lost := {name for name in ("metrics.jsonl", "events.jsonl") if not (self.folder / name).exists()}:
+                    logs = {name: each for name, each in self._place.own_others().items() if name in lost}
+                    copy_others(self._place, self._source, logs, unless_there=False)
+                break
+            say(f"downloading checkpoint-{step} from {self.address}")
+            path = checkpoint_path(self.folder, step)
+            aside = self._source.set_aside(step, DAMAGED) if step in own else None
             try:
-                check_same_run(self._source, self._place, own)
                 # The logs are those of its history, whatever is here.
                 copy_others(self._place, self._source, self._place.own_others(), unless_there=False)
-                copy_checkpoint(self._place, self._source, there[0])
-            except (CheckpointDamaged, CheckpointNotFound) as error:
-                logger.warning("%s; it is set aside", error)
-                self._place.set_aside(there[0], DAMAGED)
+                copy_checkpoint(self._place, self._source, step)
+            except (CheckpointDamaged, CheckpointNotFound, FileNotFoundError) as error:
+                if isinstance(error, FileNotFoundError) and not is_address(error.filename):
+                    raise
+                failed.append((step, describe_error(error)))
+                if aside is not None:
+                    files.rename(aside, path)
             else:
-                older = self._needs(checkpoint_path(self.folder, there[0])).intersection(there[1:]).difference(own)
-                for step in older:
-                    copy_checkpoint(self._place, self._source, step)
-                self._sent |= {step: mark for step in (there[0], *older) if (mark := self._mark(step))}
-                return True
+                replaced = takewhile(lambda step: not self._is_here(step), own)  # by the run, elsewhere
+                self._fetch_older({*replaced, *self._needs(path).difference(own)}.intersection(there) - {step})
+                found = True
+                break
+        else:
+            if failed and (damaged or not own):
+                what = (
+                    f"none of the {len(failed)} checkpoints in {self.address} is complete; the newest: {failed[0][1]}"
+                )
+                raise CheckpointDamaged(f"{what}; to start from scratch, name another place")
+        for step, why in failed:
+            logger.warning("%s; it is set aside", why)
+            self._place.set_aside(step, DAMAGED)
+        return found
+
+    def _fetch_older(self, steps: set[int]) -> None:
+        for step in steps:
+            try:
+                copy_checkpoint(self._place, self._source, step, replaces=True)
+            except (CheckpointError, FileNotFoundError) as error:
+                logger.warning("%s; it is not downloaded", describe_error(error))
+
+    def _is_here(self, step: int) -> bool:
+        """Whether the checkpoint in the folder is the one in the bucket."""
+        with suppress(CheckpointNotFound):
+            return self._source.manifest(step) == self._place.manifest(step)
         return False
+
+    def _was_left(self, step: int) -> bool:
+        save = save_of(checkpoint_path(self.folder, step))
+        return save is not None and self._bucket.stat(f"checkpoint-{step}/{LEFT}-{save}.json") is not None
 
     def has_records(self) -> bool:
         """Whether a run has left something there, perhaps without a checkpoint."""
@@ -150,10 +188,11 @@ class Mirror:
         if self._claim is not None and self._claim.lost.is_set():
             raise CheckpointBusy(f"{self.address} was taken over by another run; stop one of the two")
 
-    def finish(self, seconds: float = math.inf) -> str | None:
-        """Waits until all is uploaded. Returns None, or in words what is not, once that has failed or took so long."""
+    def finish(self, seconds: float = math.inf, saved: int | None = None) -> str | None:
+        """Waits until all is uploaded, also a step `saved` again; returns in words what was not, in time or at all."""
         until = time.monotonic() + seconds
         with self._changed:
+            self._sent.pop(-1 if saved is None else saved, None)
             self._pushed, self._problem, idle = 0.0, None, self._idle
             self._wake.set()
             while self._idle < idle + 2:  # one round may have begun before this call

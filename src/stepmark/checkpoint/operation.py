@@ -95,8 +95,7 @@ class SaveHandle:
 
 @dataclass(eq=False)
 class Operation:
-    """A save or restore, or a part of it that may fail by itself: `what` and `failure` say in words what is done, and
-    what is not done where it fails.
+    """A save or restore, or a part that may fail by itself: `what` is done, or in words `failure`, what is not.
 
     Each phase may take `timeout` seconds. Once one has missed its deadline, the operation has failed, whatever hangs,
     and the process ends unless the program has `collected` the error shortly after. A save has a `handle`, and writes

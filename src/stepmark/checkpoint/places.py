@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -31,6 +32,7 @@ from stepmark.checkpoint.format.checkpoint_folders import (
     COORDINATION,
     DAMAGED,
     LEFT,
+    MANIFEST,
     best_step,
     checkpoint_path,
     checkpoints,
@@ -40,7 +42,7 @@ from stepmark.checkpoint.format.checkpoint_folders import (
     step_of,
     temporary_path,
 )
-from stepmark.checkpoint.format.manifest import MANIFEST, USUAL, FileEntry, Manifest, is_file_name, parse_manifest
+from stepmark.checkpoint.format.manifest import USUAL, FileEntry, Manifest, is_file_name, parse_manifest, save_of
 from stepmark.checkpoint.format.streamed_check import checked
 from stepmark.checkpoint.format.verify import Corruption, VerifyReport
 from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
@@ -55,7 +57,8 @@ _BESIDE = ".stepmark/beside.json"  # the names of what the owner has put beside 
 _NAME = r"[0-9a-f]+-\d{6,}|[0-9a-f]{16}"  # of a save, as run_ownership and the Checkpointer choose it
 _SAVE = re.compile(rf"({_NAME})\Z")
 ANOTHER = "{}/checkpoint-{} is another checkpoint of that step; delete it, or name another destination"
-_OF_SAVE = re.compile(rf"checkpoint-\d+/(?:(?:{LEFT}|{DAMAGED})-)?({_NAME})(\.json\Z|/)")
+_TIME = r"(?:19|20)\d\d[01]\d[0-3]\d-|\d{16}"  # such a name is others', of a date and time
+_OF_SAVE = re.compile(rf"checkpoint-\d+/(?:(?:{LEFT}|{DAMAGED})-)?(?!{_TIME})({_NAME})(\.json\Z|/)")
 
 
 logger = logging.getLogger("stepmark")
@@ -69,8 +72,7 @@ class Other(NamedTuple):
 
 
 class FolderPlace:
-    """A run's folder on this machine. Files of a checkpoint have the names that its manifest gives them. What cannot be
-    read or written raises OSError."""
+    """A run's folder on this machine, whose manifests have the files' names. Its errors are OSErrors."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -97,11 +99,10 @@ class FolderPlace:
         """Keeps a live run from deleting the checkpoint in the meantime."""
         return reading(checkpoint_path(self._folder, step), "copy")
 
-    def unlisted(self, manifest: Manifest) -> dict[str, Other]:
-        """The files of a checkpoint that its manifest does not list, such as those that a callback has added."""
+    def files_of(self, manifest: Manifest) -> dict[str, Other]:
+        """The files of a checkpoint, with those that its manifest does not list, such as what a callback has added."""
         folder = checkpoint_path(self._folder, manifest.step)
-        listed = {MANIFEST, *(each.name for each in manifest.files)}
-        names = [name for name in files.regular_files(folder) if name not in listed]
+        names = files.regular_files(folder)
         return {name: _other(folder / name) for name in names if files.regular_file_size(folder / name) is not None}
 
     def blocks(self, manifest: Manifest, name: str, size: int) -> Iterator[Any]:
@@ -116,11 +117,13 @@ class FolderPlace:
 
     def prepare(self, manifest: Manifest) -> Callable[[FileEntry], bool]:
         """Begins to make a checkpoint; returns what tells whether a file of it is there, whole, from an earlier try."""
-        temporary = self._temporary(manifest)
-        files.make_own_folder(temporary)
+        final = checkpoint_path(self._folder, manifest.step)  # made complete there, if that is what it lacks files of
+        again = save_of(final) == manifest.save
+        self._making = final if again else temporary_path(self._folder, manifest.step, manifest.save)
+        files.make_own_folder(self._making)
 
         def holds(entry: FileEntry) -> bool:
-            path = temporary / entry.name
+            path = self._making / entry.name
             try:
                 return files.regular_file_size(path) == entry.size and all(
                     True for _ in checked(file_blocks(path), manifest, entry, str(path))
@@ -130,30 +133,27 @@ class FolderPlace:
 
         return holds
 
-    def _temporary(self, manifest: Manifest) -> Path:
-        return temporary_path(self._folder, manifest.step, manifest.save)
-
     def write(self, manifest: Manifest, name: str, blocks: Iterable[Any]) -> None:
         """Makes a file of a checkpoint that is not complete yet."""
-        path = self._temporary(manifest) / name
+        path = self._making / name
         files.make_folder(path.parent)
         files.remove_file(path)  # of an earlier try
         files.write_file(path, blocks)
 
     def commit(self, manifest: Manifest, data: bytes) -> None:
         """Makes a checkpoint complete, whose files are written. `data` are the bytes of its manifest."""
-        self.write(manifest, MANIFEST, [data])
-        publish(self._temporary(manifest), manifest.save)
+        if step_of(self._making) is None:
+            self.write(manifest, MANIFEST, [data])
+            publish(self._making, manifest.save)
 
-    def set_aside(self, step: int, why: str) -> None:
+    def set_aside(self, step: int, why: str) -> Path:
         """Lets a checkpoint be used no more: DAMAGED, or LEFT."""
-        if best_step(self._folder) == step:
+        if why == LEFT and best_step(self._folder) == step:
             files.remove_file(self._folder / BEST)
-        quarantine(checkpoint_path(self._folder, step), why)
+        return quarantine(checkpoint_path(self._folder, step), why)
 
     def others(self) -> dict[str, Other]:
-        """The files beside the checkpoints, by name, without those through which ranks coordinate, and without folders
-        in which another run is."""
+        """The files beside the checkpoints, by name; not those that ranks coordinate through, nor another run's."""
         names: list[str] = []
         for path in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
             if not path.name.startswith(".") and not path.is_symlink() and not _is_checkpoint(path.name):
@@ -165,6 +165,9 @@ class FolderPlace:
                 if files.regular_file_size(self._folder / name) is not None:
                     found[name] = _other(self._folder / name)
         return found
+
+    def read(self, name: str) -> bytes:
+        return files.read_file(self._folder / name)
 
     def read_other(self, name: str, size: int) -> Iterator[Any]:
         if name == BEST:
@@ -215,13 +218,13 @@ class BucketPlace:
 
     def folder_with(self, manifest: Manifest) -> str:
         """Where the files are: beside the manifest, if another tool has copied a folder as it was."""
-        folder, first = _folder_of(manifest), manifest.files[0].name
-        return folder if self._bucket.stat(f"{folder}/{first}") else f"checkpoint-{manifest.step}"
+        folder = _folder_of(manifest)
+        there = any(self._bucket.stat(f"{folder}/{each.name}") for each in manifest.files)
+        return folder if there else f"checkpoint-{manifest.step}"
 
-    def unlisted(self, manifest: Manifest) -> dict[str, Other]:
-        folder, listed = self.folder_with(manifest), {MANIFEST, *(each.name for each in manifest.files)}
-        found = ((each.name.removeprefix(f"{folder}/"), each) for each in self._bucket.objects(folder))
-        return {name: Other(each.size, each.time) for name, each in found if name not in listed}
+    def files_of(self, manifest: Manifest) -> dict[str, Other]:
+        found, prefix = self._bucket.objects(folder := self.folder_with(manifest)), f"{folder}/"
+        return {each.name.removeprefix(prefix): Other(each.size, each.time) for each in found}
 
     def blocks(self, manifest: Manifest, name: str, size: int) -> Iterator[Any]:
         return self._bucket.blocks(f"{self.folder_with(manifest)}/{name}", size)
@@ -306,6 +309,9 @@ class BucketPlace:
             return others
         return {name: each for name, each in others.items() if name in noted}
 
+    def read(self, name: str) -> bytes:
+        return self._bucket.read(name)
+
     def read_other(self, name: str, size: int) -> Iterator[Any]:
         return self._bucket.blocks(name, size)
 
@@ -385,8 +391,7 @@ def verify_there(address: str) -> Iterator[VerifyReport]:
             faults = []
             for entry in manifest.files:
                 try:
-                    for _ in checked(place.blocks(manifest, entry.name, entry.size), manifest, entry, where):
-                        pass
+                    deque(checked(place.blocks(manifest, entry.name, entry.size), manifest, entry, where), maxlen=0)
                 except CheckpointDamaged as error:
                     faults.append(Corruption(entry.name, str(error)))
                 except FileNotFoundError:
@@ -410,9 +415,8 @@ def copy(
     begin: Callable[[int], object] = lambda total: None,
     advance: Callable[[int], object] = lambda count: None,
 ) -> Iterator[Copied]:
-    """Copies a run, its newest checkpoint first, or the checkpoint of one step; each is complete at the destination
-    before it appears there, and is yielded then. What an earlier try has copied is not sent again. Every checksum of a
-    checkpoint is verified on the way.
+    """Copies a run, its newest checkpoint first, or the checkpoint of one step; each is complete before it appears
+    there, and is yielded then. What is there is not sent again. Every checksum of a checkpoint is verified on the way.
 
     Args:
         source: Where it is.
@@ -456,19 +460,40 @@ def manifest_of(place: Place, step: int) -> tuple[bytes, Manifest]:
         raise type(error)(f"{place.address}/checkpoint-{step}/{MANIFEST}: {error}") from error
 
 
-def check_same_run(source: Place, destination: Place, steps: list[int]) -> None:
-    """Raises CheckpointError where the destination has checkpoints of another run, or another one of the same step."""
-    there = destination.steps()
-    common = {*there} & {*steps}
-    for step in sorted(common):  # before anything is copied
+def check_same_run(source: Place, destination: Place, steps: list[int], replaced: list[int] | None = None) -> None:
+    """Raises CheckpointError where the destination has checkpoints of another run, or another one of the same step,
+    unless its are `replaced`. Two places with a checkpoint in common, or the same first event, have the same run."""
+    replaces, same = replaced is not None, False
+    there = destination.steps() if replaced is None else replaced
+    for step in sorted({*there} & {*steps}, reverse=True):  # before anything is copied
         with suppress(CheckpointNotFound, FileNotFoundError):
-            if source.manifest(step) != destination.manifest(step):
+            same = source.manifest(step) == destination.manifest(step)
+            if not (same or replaces):
                 raise CheckpointError(ANOTHER.format(destination.address, step))
-    if not there or not steps or common:
+        if same and replaces:
+            return
+    if not there or not steps or same:
         return
-    own, other = (manifest_of(place, step)[1].identity for place, step in ((source, steps[0]), (destination, there[0])))
+    own, other = map(_first_event, (source, destination))
+    if not (own and other):
+        own, other = _identity(source, steps), _identity(destination, there)
     if own and other and own != other:
         raise CheckpointError(f"{destination.address} has checkpoints of another run; name another destination")
+
+
+def _identity(place: Place, steps: list[int]) -> Any:
+    """Of the run, as its newest checkpoint says that can be read."""
+    for step in steps:
+        with suppress(CheckpointError, FileNotFoundError):
+            return manifest_of(place, step)[1].identity
+    return None
+
+
+def _first_event(place: Place) -> Any:
+    """Of a run's log, with its time, so that no other run has it; b"" where there is none."""
+    with suppress(FileNotFoundError):
+        return place.read("events.jsonl").partition(b"\n")[0]
+    return b""
 
 
 def copy_checkpoint(
@@ -485,34 +510,32 @@ def copy_checkpoint(
     (data, manifest), where = manifest_of(source, step), f"{source.address}/checkpoint-{step}"
     if manifest.step != step or not _SAVE.match(manifest.save):
         raise CheckpointDamaged(f"{where}/{MANIFEST} is of step {manifest.step} and save {manifest.save}; verify it")
-    unlisted = {name: each for name, each in source.unlisted(manifest).items() if is_file_name(name)}
-    count = len(manifest.files) + len(unlisted) + 1
-    there = None
+    sizes, found = {entry.name: entry.size for entry in manifest.files}, source.files_of(manifest)
+    unlisted = {name: each for name, each in found.items() if name not in {MANIFEST, *sizes} and is_file_name(name)}
+    count, there = len(manifest.files) + len(unlisted) + 1, None
     with suppress(CheckpointNotFound):
         there = destination.manifest(step)
-    if there == data:
-        return Copied(step, count, 0)
-    if there is not None and not replaces:
+    if there == data:  # files may be missing nevertheless
+        sizes |= {name: each.size for name, each in unlisted.items()}
+        if sizes.items() <= {name: each.size for name, each in destination.files_of(manifest).items()}.items():
+            return Copied(step, count, 0)
+    elif there is not None and not replaces:
         raise CheckpointError(ANOTHER.format(destination.address, step))
     holds = destination.prepare(manifest)
-    missing = [entry for entry in manifest.files if not holds(entry)]
-    total = sum(entry.size for entry in missing) + sum(each.size for each in unlisted.values())
+    missing = {entry.name: entry for entry in manifest.files if not holds(entry)}
+    lengths = {name: each.size for some in (unlisted, missing) for name, each in some.items()}
+    total = sum(lengths.values())
     begin(total)
     stops = (Event(), *([] if stop is None else [stop]))
 
     def send(name: str, blocks: Iterator[Any]) -> None:
         destination.write(manifest, name, counted(blocks, advance, stops))
 
+    streams = {name: source.blocks(manifest, name, size) for name, size in lengths.items()}
+    for name, entry in missing.items():
+        streams[name] = checked(streams[name], manifest, entry, f"{where}/{name}")
     with ThreadPoolExecutor(FILES, thread_name_prefix="stepmark-copy") as pool:
-        sent = [
-            pool.submit(
-                send,
-                entry.name,
-                checked(source.blocks(manifest, entry.name, entry.size), manifest, entry, f"{where}/{entry.name}"),
-            )
-            for entry in missing
-        ]
-        sent += [pool.submit(send, name, source.blocks(manifest, name, each.size)) for name, each in unlisted.items()]
+        sent = [pool.submit(send, *each) for each in streams.items()]
         try:
             for future in sent:
                 future.result()
@@ -547,7 +570,7 @@ def copy_others(
     begin(total)
     for name, each in newer.items():
         destination.write_other(name, counted(source.read_other(name, each.size), advance))
-    return Copied(None, len(others), total)
+    return Copied(None, len(named), total)
 
 
 def counted(

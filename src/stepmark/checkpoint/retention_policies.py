@@ -98,8 +98,7 @@ class KeepEachInterval:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the best checkpoints by a metric; of equal ones the first. Those without the metric, or with any that
-    is not finite, are ignored.
+    """Keeps the best checkpoints by a metric; of equal ones the first. Those without it, or not finite, are ignored.
 
     Args:
         metric: The name of the metric, as passed to `Checkpointer.save`.

@@ -351,8 +351,7 @@ def add_optimizer(
     parameters: Mapping[str, Tensor],
     left_out: tuple[str, ...] = ("params", "param_names"),
 ) -> None:
-    """Adds an optimizer's state by parameter name, and its groups, which have names in place of parameters, without the
-    settings that are `left_out`."""
+    """Adds an optimizer's state and groups, by parameter name, without the settings that are `left_out`."""
     values: dict[str, dict[str, Any]] = {}
     members: dict[str, int] = {}
     for parameter, items in state.items():
@@ -393,7 +392,6 @@ def _inherited_layout(path: KeyPath, value: Tensor | Shard, parameter: Tensor | 
     if layout is None or (value.numel() == 1 and value.shape != parameter.shape):  # a step count, for example
         return None
     if value.shape != parameter.shape:
-        raise UsageError(
-            f"{show(path)} has another shape than its parameter, which is a shard; annotate it with its own layout"
-        )
+        why = f"{show(path)} has another shape than its parameter, which is a shard; annotate it with its own layout"
+        raise UsageError(why)
     return layout

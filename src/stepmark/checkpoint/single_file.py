@@ -141,16 +141,14 @@ def load(
 
 def _path(path: Any, function: str) -> Path:
     if hasattr(path, "read") or hasattr(path, "write"):
-        raise UsageError(
-            f"path: stepmark.{function} takes the path of a file; for a {type(path).__name__} use torch.{function}"
-        )
+        why = f"path: stepmark.{function} takes the path of a file; for a {type(path).__name__} use torch.{function}"
+        raise UsageError(why)
     return Path(path)
 
 
 @contextlib.contextmanager
 def _in_cache(address: str) -> Iterator[tuple[Bucket, Path]]:
-    """Where the object at an address is, and a path for it in the cache, which errors of the block do not name. Raises
-    CheckpointError for an OSError."""
+    """Where the object at an address is, and a path for it in the cache. Raises CheckpointError for an OSError."""
     place, _, name = address.rpartition("/")
     if place.count("/") < 2:
         raise UsageError(f"path: {address} names no file in a bucket")
@@ -281,9 +279,8 @@ def _write(state: Any, path: Path) -> None:
         if path.is_dir():
             raise UsageError(f"{path} is a folder; give the path of a file in it")
         if path.exists() and not path.is_file():  # which the rename would replace
-            raise UsageError(
-                f"{path} is not a regular file, and stepmark.save replaces the file; use torch.save to write to it"
-            )
+            why = f"{path} is not a regular file, and stepmark.save replaces the file; use torch.save to write to it"
+            raise UsageError(why)
         target = resolve_link(path)
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
         try:

@@ -90,8 +90,7 @@ def in_order(state: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 class StateDict(dict[str, Any]):
-    """A state dict that describes itself, once all ranks can learn that one cannot. `live` has the state dicts of
-    objects in their place."""
+    """A state dict that describes itself, once all ranks can learn that one cannot. `live` has objects' state dicts."""
 
     live: dict[str, Any]
 

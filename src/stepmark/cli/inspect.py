@@ -61,8 +61,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _written(checkpoint: Path, manifest: Manifest) -> list[str]:
-    """The names under which `save_pretrained` writes what it changes in the model; none where state.json is corrupted,
-    which `stepmark verify` says."""
+    """The names under which `save_pretrained` writes what it changes; none where `stepmark verify` finds damage."""
     from stepmark.checkpoint.format.integrity import read_values
 
     with contextlib.suppress(CheckpointDamaged):

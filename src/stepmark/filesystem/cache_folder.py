@@ -1,5 +1,4 @@
-"""The folder of everything that can be made again: tokenized data, compiled graphs, and what a run has on this machine
-whose `output_dir` is in object storage."""
+"""The folder of all that can be made again: tokenized data, graphs, and a run's whose place is object storage."""
 
 from __future__ import annotations
 

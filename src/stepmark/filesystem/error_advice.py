@@ -27,8 +27,7 @@ _ALSO_TEMPORARY = {
 
 
 def is_trouble(error: BaseException | None) -> bool:
-    """Whether the error comes from the state of a machine, disk or network, and not from what was asked of it: the same
-    call may succeed later."""
+    """Whether the error comes from the state of a machine, disk or network, so that the same call may succeed later."""
     found = (each.errno for each in causes(error) if isinstance(each, OSError))
     return any(errno in _ADVICE or errno in _ALSO_TEMPORARY for errno in found)
 
@@ -62,8 +61,7 @@ def first_line(error: BaseException) -> str:
 def explained(
     explain: Callable[[Exception], StepmarkError], kinds: tuple[type[Exception], ...] = (Exception,)
 ) -> Iterator[None]:
-    """Inside the block, an exception of a library or of a user's code, of one of these kinds, is the error that
-    `explain` makes of it."""
+    """Inside the block, an exception of these kinds, of a library or a user's code, is what `explain` makes of it."""
     try:
         yield
     except StepmarkError:

@@ -204,9 +204,8 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
 
 def _unknown(dtype: str, package: str) -> CheckpointError:
     """The error for an element type of another version of a package: the checkpoint is as it was written."""
-    return CheckpointError(
-        f"a stored value has the unknown dtype {dtype[:80]}; use a newer Stepmark and a {package} that has it"
-    )
+    why = f"a stored value has the unknown dtype {dtype[:80]}; use a newer Stepmark and a {package} that has it"
+    return CheckpointError(why)
 
 
 def dicts_in(encoded: Any) -> Iterator[dict[str, Any]]:

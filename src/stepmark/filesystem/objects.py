@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 from stepmark.errors import UsageError
@@ -103,11 +103,8 @@ class Bucket:
             number, advice = _ERRORS.get(status[1] if status else kind, (errno.EREMOTEIO, ""))
             said = f"{answer[2].rstrip('.')} ({answer[1]})" if answer else str(error).split("Debug source:")[0]
             if "//169.254." in said:  # where a machine of the cloud would have told its role's
-                number, said, advice = (
-                    errno.EACCES,
-                    "no credentials were found",
-                    "set them, or give this machine a role",
-                )
+                number, said = errno.EACCES, "no credentials were found"
+                advice = "set them, or give this machine a role"
             if not answer and (sent := _UNANSWERED.search(said)):
                 said, advice = f"{sent[2]} does not answer ({sent[1]})", "check the network, and AWS_ENDPOINT_URL"
             words = "; ".join(filter(None, (" ".join(said.split()), advice)))
@@ -211,8 +208,10 @@ class Bucket:
     def objects(self, prefix: str = "") -> list[Stored]:
         """All objects whose names begin with a folder's name, in order; a list that fails raises."""
         with self._request(prefix):
-            found = [_stored(each) for some in self._client.list(self._store, prefix or None) for each in some]
-        return sorted(found)
+            found = sorted(_stored(each) for some in self._client.list(self._store, prefix or None) for each in some)
+        # Consoles and tools make objects for folders, of whose names the client drops the slash.
+        folders = {prefix, *(path for each in found for path in accumulate(each.name.split("/")[:-1], "{}/{}".format))}
+        return [each for each in found if each.size or each.name not in folders]
 
     def inside(self) -> tuple[list[str], list[Stored]]:
         """The names of folders, and the objects that are in none."""

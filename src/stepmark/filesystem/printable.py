@@ -1,5 +1,4 @@
-"""Text from files of others, as a terminal may show it: no escape sequence, and nothing that cannot be encoded; and
-lists of words, as messages have them."""
+"""Text from files of others, as a terminal may show it, without escape sequences; and lists of words in messages."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u20
 
 
 def printable(text: str) -> str:
-    """The text, in which control characters, marks of direction and lone surrogates are escaped; what follows a run in
-    object storage has its address."""
+    """The text with control characters, marks of direction and lone surrogates escaped, and with runs' addresses."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], with_addresses(text))
 
 

@@ -33,8 +33,7 @@ _WARNING = re.compile(r"(warning|stepmark): |interrupted by ")
 
 
 class Console:
-    """Passes all text on to `inner`; see the module. `rank`: None for the process that starts the ranks. Lines
-    are kept in memory until the run has a folder."""
+    """Passes all text on to `inner`; see the module. `rank`: None for the launcher. Lines wait for the run's folder."""
 
     def __init__(self, inner: Any, rank: int | None) -> None:
         self.inner, self.rank = inner, rank

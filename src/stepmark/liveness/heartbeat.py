@@ -139,8 +139,7 @@ class HeartbeatMonitor:
         self._silence = Silence(clock)
 
     def state(self, path: Path) -> bool | None:
-        """Whether the process behind the file is alive; None while that is unknown, which it is for at most STALE
-        seconds after the first call."""
+        """Whether the process behind the file is alive; None while unknown, for at most STALE seconds after a call."""
         verdict = lock_verdict(path)
         if verdict is not None:
             return verdict

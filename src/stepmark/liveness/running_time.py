@@ -76,8 +76,7 @@ os.register_at_fork(after_in_child=CLOCK.forget_thread)
 
 
 def running_time() -> float:
-    """Seconds during which this process was running, from an arbitrary beginning; compare with `time.monotonic`, which
-    goes on while the process is suspended."""
+    """Seconds during which this process was running, from any beginning; `time.monotonic` counts suspension."""
     return CLOCK.now()
 
 

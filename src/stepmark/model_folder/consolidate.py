@@ -81,9 +81,8 @@ def consolidate(
             problems.append(str(error))
         except OSError as error:
             raise CheckpointError(f"{out} cannot be written: {error.strerror or error}") from error
-    raise CheckpointDamaged(
-        f"none of the {len(candidates)} checkpoints in {source} is complete; the newest: {problems[0]}"
-    )
+    why = f"none of the {len(candidates)} checkpoints in {source} is complete; the newest: {problems[0]}"
+    raise CheckpointDamaged(why)
 
 
 def _newest_save_of(checkpoint: Path, write: Callable[[Path], Consolidated]) -> Consolidated:

@@ -44,9 +44,8 @@ def check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         wanted, there = distinct_sizes(needed, free)
-        raise CheckpointError(
-            f"{folder} has {there} free and {wanted} are needed; free some space or name another folder"
-        )
+        why = f"{folder} has {there} free and {wanted} are needed; free some space or name another folder"
+        raise CheckpointError(why)
 
 
 @contextmanager

@@ -368,8 +368,7 @@ def _spent(lines: Iterable[Line], part: str) -> float:
 
 def thin(values: Values, most: int) -> tuple[list[int], list[float | None] | None]:
     """Indices of at most about `most` values: the minimum, the maximum and any gap of each run of neighbours; and for
-    each the mean of its run, since minimum and maximum alone would give a wrong one. Means are None if all values are
-    kept."""
+    each the mean of its run, since minimum and maximum alone would give a wrong one; None if all are kept."""
     if len(values) <= most:
         return list(range(len(values))), None
     size = math.ceil(2 * len(values) / most)

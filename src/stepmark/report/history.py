@@ -33,7 +33,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class EvaluationPoint:
-    """Values of one evaluation by their eval_… names. `concurrent`: made by `stepmark evaluate`, with this setup."""
+    """One evaluation's values under their eval_… names. `concurrent`: by `stepmark evaluate`, with this setup."""
 
     step: int
     time: float | None
@@ -45,8 +45,7 @@ class EvaluationPoint:
 @dataclass(frozen=True)
 class Attempt:
     """One attempt to train; None: unknown. `began` is in seconds since 1970, `ranks` their number, `first` the step
-    from which it trained, `last` the one where it ended, with its last log at `last_time`; `ended` says how, None while
-    it is running."""
+    from which it trained, `last` the one where it ended, with its last log at `last_time`; `ended`: how, or None."""
 
     began: float | None = None
     ranks: int | None = None
@@ -108,8 +107,7 @@ class History:
 
     @property
     def state(self) -> str:
-        """The run's status; of one that is "running" also "not running" if the heartbeat has stopped, and "stuck" if a
-        rank does not go on."""
+        """The run's status; of a "running" one also "not running" (its heartbeat has stopped), or "stuck" (a rank)."""
         state = str(self.status.get("state") or "unknown")
         if state == RUNNING and self.liveness and not self.liveness.alive:
             return NOT_RUNNING
@@ -179,8 +177,7 @@ class History:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The folder itself if a run has written it, else the runs anywhere in it, in the order of their names with numbers
-    by value.
+    """The folder itself if a run has written it, else the runs anywhere in it, by name, with numbers by value.
 
     Raises UsageError if the folder does not exist or contains no run.
     """
@@ -188,9 +185,8 @@ def find_runs(folder: Path) -> list[Path]:
         raise UsageError(f"{folder} does not exist; pass a run's output_dir")
     found = [folder] if _is_run(folder) else sorted(_runs_in(folder), key=_natural)
     if not found:
-        raise UsageError(
-            f"{folder} is not a run's output_dir: it contains neither {METRICS} nor a checkpoint, nor runs"
-        )
+        why = f"{folder} is not a run's output_dir: it contains neither {METRICS} nor a checkpoint, nor runs"
+        raise UsageError(why)
     return found
 
 

@@ -50,8 +50,7 @@ class _Storage(tuple[Any, ...]):
 
 
 class _Pickler(pickle._Pickler):
-    """Pickles a nested value as torch.save does, with the things in place of their stand-ins; collects the tensors in
-    it, which stay where they are."""
+    """Pickles a nested value as torch.save does, with the things in place of their stand-ins; collects its tensors."""
 
     if TYPE_CHECKING:  # the parts of Python's own pickler in Python
         dispatch: ClassVar[dict[type, Callable[[Any, Any], None]]]

@@ -22,7 +22,7 @@ from stepmark.data.loader.batch import StepBatch
 from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.own_state import generators_kept_by
 from stepmark.data.loader.prefetcher import DevicePrefetcher
-from stepmark.errors import DataError, PeerLost, TrainingDiverged, UsageError
+from stepmark.errors import CheckpointDamaged, DataError, PeerLost, TrainingDiverged, UsageError
 from stepmark.filesystem.json_files import finite_number
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.launch.step_board import StepPlace, show_step
@@ -215,8 +215,13 @@ class TrainingLoop:
         if resume:
             named = Path(resume) if isinstance(resume, str) else None
             named = self._snapshots.newest(self._parts.identity) if named is None else named
-            restored = self._restore(named)
-            if named is None and self._mirror.fetch():  # what was the newest in the folder is corrupted
+            try:
+                restored = self._restore(named)
+                again = named is None and self._mirror.fetch()  # what was the newest in the folder is corrupted
+            except CheckpointDamaged:
+                if named is not None or not (again := self._mirror.fetch(damaged=True)):
+                    raise
+            if again:
                 restored = self._restore(None)
         self._snapshots.goes_on(None if restored is None else restored.path)
         if self._ends and self._parts.context.host.broadcast(status.state in (None, DONE)):
@@ -276,7 +281,7 @@ class TrainingLoop:
             state, folder = callbacks.state, self._checkpointer.folder
             locate_best(state, folder, parts.context.host, "the last model is the final one")
             if state.best_model_checkpoint is not None:
-                self._checkpointer.restore({"model": parts.saved}, Path(state.best_model_checkpoint))
+                self._checkpointer.restore_from({"model": parts.saved}, Path(state.best_model_checkpoint))
                 callbacks.best_step = state.best_global_step
         samples = steps * parts.loader.layout.global_batch
         metrics = {

@@ -1,5 +1,4 @@
-"""What an evaluation outside of training is asked for: the command line, and its texts: the run's own validation data,
-or what --data names."""
+"""What an evaluation outside of training is asked for: the command line, and its texts: the run's, or --data's."""
 
 from __future__ import annotations
 
@@ -80,9 +79,8 @@ class Request:
             if looks_like_path and not has_magic(source) and not Path(source).expanduser().exists():
                 raise UsageError(f"--data: {source} does not exist; name a file, a folder, or {STDLIB}")
         if self.text_column is not None and self.messages_column is not None:
-            raise UsageError(
-                "--text_column and --messages_column: samples are texts or conversations; give one of them"
-            )
+            why = "--text_column and --messages_column: samples are texts or conversations; give one of them"
+            raise UsageError(why)
         least = {"block_size": 2, "max_samples": 1, "batch_size": 1, "until": 0, "patience": 1}
         for name, smallest in least.items():
             value = getattr(self, name)
@@ -133,8 +131,7 @@ def split_name(source: str) -> tuple[str | None, str]:
 def prepare_sets(
     request: Request, options: RunOptions, recipe: Recipe | None, tokenizer: Any, longest: int | None
 ) -> dict[str | None, EvaluationSet]:
-    """The evaluation sets by name (None for one without a name). `options`: the settings of the run; `longest`: the
-    number of the model's positions.
+    """The evaluation sets by name, or None. `options`: the settings of the run; `longest`: the model's positions.
 
     Raises UsageError where there is nothing to evaluate on, and DataError where that is empty or cannot be read.
     """
@@ -204,16 +201,14 @@ def _of_source(
 
 
 def _is_dataset(folder: Path) -> bool:
-    """Whether `datasets` knows which of a folder's files are for validation: those of `save_to_disk`, and tables of
-    which some have such a name."""
+    """Whether `datasets` knows which files of a folder are for validation: of `save_to_disk`, or by a table's name."""
     if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return True
     return any(uncompressed_suffix(file) in TABLES and _OF_VALIDATION.search(file.stem) for file in folder.rglob("*"))
 
 
 def _held_out(name: str, recipe: Recipe | None) -> int:
-    """Which percentage of a dataset without a validation split is for validation: 0 where all of it is, since the run
-    does not train on it."""
+    """Which percentage of a dataset without a validation split is for validation: 0 where the run trains on none."""
     trained_on = {source.dataset_name for source in recipe.data.sources} if recipe is not None else set()
     own = name in trained_on or any(each and Path(each).is_dir() and Path(name).samefile(each) for each in trained_on)
     if own or name == STDLIB:

@@ -161,8 +161,7 @@ class FollowedRun:
             self._answers(lambda: place.delete([OWNER]))
 
     def fetch(self, path: Path) -> bool:
-        """Downloads a checkpoint as it is: its evaluation verifies it. One that is gone is removed here. Returns False
-        where it has to be tried again."""
+        """Downloads a checkpoint as it is: its evaluation verifies it. Returns False where it has to be tried again."""
         return self._answers(lambda: self._download(path)) and (self._whole == path or not path.exists())
 
     def _download(self, path: Path) -> None:

@@ -121,6 +121,24 @@ def test_a_run_goes_on_from_the_bucket_by_the_same_command(ranks: Ranks, tmp_pat
         assert f"{there} has checkpoints of an earlier run (checkpoint-30)" in (lost / "stderr").read_text()
 
 
+def test_the_only_checkpoint_is_damaged_here_and_whole_there(ranks: Ranks, tmp_path: Path) -> None:
+    whole, damaged = tmp_path / "whole", tmp_path / "damaged"
+    fields = {**FIELDS, "save_total_limit": 1, "lr_scheduler_type": "constant"}
+    with object_store() as proxy:
+        there = f"{make_bucket(proxy)}/run"
+        for folder, more in ((whole, {}), (damaged, {"mirror_to": there})):
+            folder.mkdir()
+            write_recipe(folder, **fields, **more)
+            stepmark(ranks, folder, "train", "recipe.yaml", "--max_steps", "2")
+        path = damaged / "out" / "checkpoint-2" / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        for folder in (whole, damaged):
+            stepmark(ranks, folder, "train", "recipe.yaml")
+        assert read_losses(damaged / "out") == read_losses(whole / "out")
+        assert model_digest(damaged / "out") == model_digest(whole / "out")
+        assert "damaged-checkpoint-2" in {path.name for path in (damaged / "out").iterdir()}
+
+
 def test_a_signal_leaves_time_for_the_upload(ranks: Ranks, tmp_path: Path) -> None:
     brake = tmp_path / "brake"
     with object_store() as proxy:

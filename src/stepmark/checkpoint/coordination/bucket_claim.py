@@ -64,8 +64,7 @@ class BucketClaim:
             raise
 
     def renew(self) -> None:
-        """Shows that this run is alive. Raises CheckpointBusy if another one has taken the place over, OSError where
-        the bucket cannot be reached."""
+        """Shows that this run is alive. Raises CheckpointBusy where it was replaced, OSError without a connection."""
         with self._lock:
             if self._tag is not None:
                 self._beats += 1
@@ -130,9 +129,8 @@ def _take(bucket: Bucket, identity: dict[str, Any], clock: Clock) -> str:
             continue
         where = f"on {other.get('host')}"
         if OWNER in silence.changed or is_near(process):
-            raise CheckpointBusy(
-                f"{bucket.url} belongs to another run that is alive, {where}; stop that run, or name another place"
-            )
+            why = f"{bucket.url} belongs to another run that is alive, {where}; stop that run, or name another place"
+            raise CheckpointBusy(why)
         if not waits:
             logger.warning("waiting %.0f s to see whether the run %s that owns %s is alive", STALE, where, bucket.url)
         waits = True

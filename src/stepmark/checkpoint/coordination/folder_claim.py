@@ -115,8 +115,7 @@ class FolderClaim:
         return None
 
     def _remove_leftovers(self, folder: Path, dead: list[Path]) -> None:
-        """Removes the claims of these dead runs, earlier terms, attempts to claim the folder (whose runs then find it
-        taken), and the files of unfinished saves."""
+        """Removes claims of these dead runs, earlier terms, attempts to claim it, and files of unfinished saves."""
         assert self._term is not None
         self._check_ownership(folder)
         for other in sorted((folder / COORDINATION).iterdir()):
@@ -238,8 +237,7 @@ def _discard(heartbeat: Heartbeat | None, *folders: Path) -> None:
 
 
 def _remove(claim: Path) -> None:
-    """Removes a dead run's claim. If it cannot be deleted yet, it is at least hidden, so that its run notices the loss
-    if it is alive after all."""
+    """Removes a dead run's claim, or at least hides it, so that its run notices the loss if it is alive after all."""
     try:
         files.remove_tree(claim)
     except OSError as error:

@@ -89,8 +89,7 @@ def _read(path: Path, block: memoryview, offset: int, needed: int, flag: int) ->
 
 
 class FileOutput:
-    """A file that is written from several threads: full pages past the page cache, the rest through it. It gets `size`
-    bytes, unless that is None.
+    """A file written from several threads: full pages past the page cache. It gets `size` bytes, unless that is None.
 
     Writing past the cache takes a tenth of the processor time, and leaves nothing to be written out at the end. A page
     is written in one of the two ways only, since the parts of a file do not overlap. `close` it at the end.

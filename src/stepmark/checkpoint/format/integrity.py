@@ -55,9 +55,8 @@ def check_name(folder: Path, manifest: Manifest) -> None:
     """Raises CheckpointDamaged where a folder with a checkpoint's name holds another step: a copy under that name."""
     step = step_of(folder)
     if step is not None and step != manifest.step:
-        raise CheckpointDamaged(
-            f"{folder / MANIFEST} is of step {manifest.step}: the folder was copied or renamed; give it another name"
-        )
+        why = f"{folder / MANIFEST} is of step {manifest.step}: the folder was copied or renamed; give it another name"
+        raise CheckpointDamaged(why)
 
 
 def foreign_model_files(folder: Path, manifest: Manifest) -> list[str]:

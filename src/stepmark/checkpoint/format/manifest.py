@@ -201,8 +201,7 @@ def save_of(folder: Path) -> str | None:
 
 @without_collection()  # very many objects that stay, without cycles
 def parse_manifest(data: bytes, stored: int = 0) -> Manifest:
-    """The manifest in these bytes, of a checkpoint of `stored` bytes, which bounds how many shards it can have; raises
-    as `read_manifest` does."""
+    """The manifest in these bytes, of a checkpoint of `stored` bytes, which bounds it; raises as `read_manifest`."""
     match = _DIGEST_FIELD.search(data)
     if match is None:
         raise CheckpointDamaged("it does not end with its checksum")

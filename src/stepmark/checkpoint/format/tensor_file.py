@@ -147,9 +147,8 @@ def parse_header(data: bytes, file_size: int) -> Header:
         placed, metadata = _placed(data, file_size)
         own = parse_json(metadata["stepmark"].encode())
         if own["version"] != 1 or own["cell"] != CHECKSUM_BLOCK:
-            raise ValueError(
-                f"version {own['version']!r} with checksum blocks of {own['cell']!r} bytes is unknown to this reader"
-            )
+            why = f"version {own['version']!r} with checksum blocks of {own['cell']!r} bytes is unknown to this reader"
+            raise ValueError(why)
         tensors = tuple(_stored(each, own["pieces"].get(each.name), each.begin - size) for each in placed)
         counts = {tensor.name: len(tensor.checksum_blocks()) for tensor in tensors}
         digests = {name: _split_digests(own["digests"][name], count) for name, count in counts.items()}

@@ -27,8 +27,7 @@ class VerifiedFile:
     def __init__(
         self, folder: Path, manifest: Manifest, entry: FileEntry, *, passing: bool = False, header: Header | None = None
     ) -> None:
-        """`passing`: what is read is not needed again on this node and is dropped from the page cache. `header`: as
-        `check_integrity` has read it.
+        """`passing`: what is read is dropped from the page cache. `header`: as `check_integrity` has read it.
 
         Raises CheckpointDamaged where it is incomplete or its header is corrupted."""
         self.path = folder / entry.name

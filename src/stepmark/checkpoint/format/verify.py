@@ -34,8 +34,7 @@ class Corruption:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The result for one checkpoint; `size` is the total size in bytes that its files should have. `path` may be its
-    address in object storage."""
+    """The result for one checkpoint; `size` is what its files should have, in bytes. `path` may be its address."""
 
     path: Path | str
     step: int | None

@@ -30,8 +30,7 @@ class _Place(NamedTuple):
 
 
 def separate(plan: ReadPlan) -> None:
-    """Gives nested state a separate tensor where its live one shares memory with another, and the checkpoint has
-    different values for the two.
+    """Gives nested state a separate tensor where its live one shares memory with one whose saved values are others.
 
     Raises CheckpointMismatch where both are parts of modules or optimizers, which keep their tensors.
     """

@@ -74,9 +74,8 @@ def _check_kind(plan: ReadPlan, section: Section) -> None:
             "run can resume from it"
         )
     if kind is None:
-        raise CheckpointMismatch(
-            f"{where} holds no section {name!r}; it has {', '.join(sorted(plan.manifest.sections))}"
-        )
+        why = f"{where} holds no section {name!r}; it has {', '.join(sorted(plan.manifest.sections))}"
+        raise CheckpointMismatch(why)
     if kind != section.kind and {kind, section.kind} != {"optimizer", "named"}:
         raise CheckpointMismatch(f"section {name!r} was saved from a {kind} in {where}, but is a {section.kind} here")
 
@@ -109,9 +108,8 @@ def _compare_module(plan: ReadPlan, section: Section) -> None:
             raise CheckpointMismatch(f"{plan.where} has no extra state {name!r} of section {section.name!r}")
         extra[name] = reference(name)
     for name in extra.keys() - section.values["extra"].keys():
-        raise CheckpointMismatch(
-            f"{plan.where} has an extra state {name!r} of section {section.name!r}, but the module here has none"
-        )
+        why = f"{plan.where} has an extra state {name!r} of section {section.name!r}, but the module here has none"
+        raise CheckpointMismatch(why)
     if extra or new:
         tensors = plan.tensors_in(section, list(extra.values())) | new
         values = items(extra | {name: reference(name) for name in new})
@@ -119,8 +117,7 @@ def _compare_module(plan: ReadPlan, section: Section) -> None:
 
 
 def _module_resizes(module: nn.Module, tensor: Tensor, shape: Shape) -> bool:
-    """Whether a tensor is a buffer of another shape than the saved one, of a module that loads its state itself: it may
-    have a buffer that grows."""
+    """Whether a tensor is a buffer of another shape than the saved one, of a module that loads its state itself."""
     loads_itself = type(unwrap(module)).load_state_dict is not nn.Module.load_state_dict
     return loads_itself and not isinstance(tensor, nn.Parameter) and tuple(tensor.shape) != tuple(shape)
 
@@ -160,8 +157,7 @@ def _compare_nested(plan: ReadPlan, section: Section, state: Mapping[str, Any]) 
 
 
 class _OptimizerComparison:
-    """The comparison of one optimizer with the checkpoint that `plan` reads: torch's own, or one that names its state
-    itself.
+    """The comparison of one optimizer with the checkpoint that `plan` reads: torch's, or one that names its own state.
 
     A parameter without state in the checkpoint has never had a gradient. It has none afterwards either; or, where the
     optimizer keeps state for every parameter from the start, zeros, as at the start.
@@ -190,9 +186,8 @@ class _OptimizerComparison:
         live = tensors_by_parameter(section.entries, state)
         was, now = saved.get("class"), section.values.get("class")
         if was is not None and now is not None and was != now and not section.entries:
-            raise CheckpointMismatch(
-                f"section {section.name!r} was saved from {was} in {plan.where}, but is {now} here"
-            )
+            why = f"section {section.name!r} was saved from {was} in {plan.where}, but is {now} here"
+            raise CheckpointMismatch(why)
         if live and not stored:
             self._check_hyperparameters(groups)
         for name in state:
@@ -271,9 +266,8 @@ class _OptimizerComparison:
         for index, group in enumerate(groups):
             indices = {saved["members"][name] for name in group.get("params", ())} or {index}
             if len(indices) != 1 or str(min(indices)) not in saved["groups"]:
-                raise CheckpointMismatch(
-                    f"section {section.name!r}: the parameters of group {index} are in several groups in {plan.where}"
-                )
+                why = f"section {section.name!r}: the parameters of group {index} are in several groups in {plan.where}"
+                raise CheckpointMismatch(why)
             order.append(str(indices.pop()))
         encoded = [saved["groups"][key] for key in order]
         plan.expected.update((section.group, name) for name in section.entries if name.startswith("param_groups/"))

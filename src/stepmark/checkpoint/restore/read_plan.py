@@ -26,8 +26,7 @@ Names = set[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Load:
-    """Gives `receiver` a value, such as one of state.json: `stored`, in which `fill` puts what was read for each of the
-    `tensors` that it refers to."""
+    """Gives `receiver` a value, as of state.json: `stored`, in which `fill` puts what was read for its `tensors`."""
 
     receiver: Callable[[Any], object]
     stored: Any

@@ -51,8 +51,7 @@ class Restored(NamedTuple):
 
 @dataclass(frozen=True)
 class RestoreOutcome:
-    """The result of a stage on one rank. `damaged`: another checkpoint may be used; `incomplete`: a file is missing or
-    truncated, which every rank should see."""
+    """One rank's result of a stage. `damaged`: another checkpoint may be used; `incomplete`: a file lacks bytes."""
 
     problem: str | None = None
     damaged: bool = False
@@ -228,8 +227,7 @@ class Restorer:
 
 
 def _check_same(outcomes: Sequence[RestoreOutcome], path: Path) -> None:
-    """Raises CheckpointError, on all ranks, where they have read different manifests: then the result of one rank says
-    nothing about the others."""
+    """Raises CheckpointError, on all ranks, where they have read different manifests, as of different file systems."""
     seen = [(rank, outcome.save) for rank, outcome in enumerate(outcomes) if outcome.save is not None]
     for rank, save in seen[1:]:
         if save != seen[0][1]:

@@ -215,9 +215,8 @@ class TensorReader:
             raise self._incomplete(target)
 
     def _incomplete(self, target: ReadTarget) -> CheckpointDamaged:
-        return CheckpointDamaged(
-            f"{self.folder}: tensor {target.name!r} is incomplete: the stored shards do not cover what is needed"
-        )
+        why = f"{self.folder}: tensor {target.name!r} is incomplete: the stored shards do not cover what is needed"
+        return CheckpointDamaged(why)
 
     def _file(self, index: int) -> VerifiedFile:
         if index not in self._files:

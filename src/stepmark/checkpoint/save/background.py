@@ -149,8 +149,7 @@ class Background:
 
     def _farewell(self, operation: Operation) -> None:
         """Leaves a status store. When all ranks have, rank 0 removes it, and what a failed save left. Where a rank is
-        late or gone, the others may still need to read what it was doing: then both stay until the folder is released
-        or claimed again."""
+        late or gone, the others may need to read what it was doing: both stay until the folder is released."""
         board, temporary = operation.board, operation.folder
         board.leave()
         if self._rank != 0 or operation.timed_out():

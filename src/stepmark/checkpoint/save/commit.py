@@ -47,8 +47,7 @@ class Commit:
     upload: Callable[[], object] | None = None
 
     def run(self, temporary: Path, plan: SavePlan, headers: Mapping[int, str]) -> tuple[Path, int]:
-        """Returns the checkpoint's path and the bytes of its files. `headers` are the checksums of the tensor files'
-        headers, by index in the plan.
+        """Returns the checkpoint's path and the bytes of its files. `headers`: checksums of headers, by file's index.
 
         Raises CheckpointBusy where another run owns the folder by now.
         """

@@ -33,8 +33,7 @@ ANY_ONE = 2
 
 
 class SliceRecord(NamedTuple):
-    """A slice of a tensor that a rank holds. `group` is the file it goes to, without number and suffix: model,
-    state/loader.
+    """A slice of a tensor that a rank holds. `group` is its file, without number and suffix: model, state/loader.
 
     `first`: of the ranks that hold the same slice, the first writes all of it, since the others' values may differ;
     with ANY_ONE, the one that writes least.

@@ -317,8 +317,7 @@ def _references(tensor: Tensor) -> int:
 @without_collection()
 @torch.no_grad()
 def copy_to_host(copies: Sequence[Copy], memory: Tensor, runtime: Runtime, *, threads: int, wait: bool = True) -> None:
-    """Makes the copies, or without `wait` gives them to an accelerator's current stream. Call the runtime's
-    `step_boundary(wait=True)` first."""
+    """Makes the copies, or without `wait` gives them to the current stream. Call `step_boundary(wait=True)` first."""
     if not runtime.lazy:
         _copy_all([(copy, copy.entry.tensor.detach()) for copy in copies], memory, threads)
         if not wait:
@@ -367,8 +366,7 @@ def _copy(copy: Copy, source: Tensor, memory: Tensor) -> None:
 
 
 def _by_boxes(part: Part, source: Tensor) -> Part:
-    """The same part, by its offsets where it lies in host memory that is not in row-major order: otherwise the complete
-    tensor would be copied first."""
+    """The same part, by its offsets in host memory that is not in row-major order: or all would be copied first."""
     tensor_slice = part.slice
     in_order = source.device.type != "cpu" or source.is_contiguous()
     if in_order or part.at != tensor_slice.start or tensor_slice.box.lengths != tuple(source.shape):

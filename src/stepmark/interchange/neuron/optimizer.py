@@ -117,8 +117,7 @@ def zero_states(
     dps: list[dict[str, Any]], names: Mapping[int, str], where: Path, full: bool, lost: list[str]
 ) -> dict[str, dict[str, Any]]:
     """States by name that ZeRO-1 cut over the data parallel ranks, whose contents are `dps`; `names` are by number.
-    `full`: of all ranks, as the converter has put them together, but for master weights, which are then added to
-    `lost`."""
+    `full`: of all ranks, as the converter has joined them, but for master weights, which are added to `lost`."""
     shapes = _whole_shapes(dps[0], where)
     states: dict[str, dict[str, Any]] = {}
     for number, name in names.items():

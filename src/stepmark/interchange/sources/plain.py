@@ -155,8 +155,7 @@ def value_of(path: Path, found: ForeignCheckpoint) -> dict[str, Any]:
 
 
 def model_in(value: dict[str, Any], path: Path, lost: list[str]) -> dict[str, GlobalTensor]:
-    """The model's tensors in a file, of which it may be a part; nested dicts are joined with dots. Tensors that have no
-    names are added to `lost`."""
+    """The model's tensors in a file, or a part of it; nested dicts are joined with dots. `lost`: what has no name."""
     key = next((key for key in MODELS if isinstance(value.get(key), dict)), None)
     if key is not None:
         others = [

@@ -80,8 +80,7 @@ class HubUploads(TrainerCallback):
         return upload() if blocking else self._in_background(upload)
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Uploads a copy of the checkpoint in the background, as `hub_strategy` says; none while another is uploading,
-        unless `hub_always_push` is set."""
+        """Uploads a copy of the checkpoint in the background, as `hub_strategy` and `hub_always_push` say."""
         step = state.global_step
         if self.name is None or (not args.hub_always_push and any(not each.done() for each in self._uploads)):
             return
@@ -131,9 +130,8 @@ class HubUploads(TrainerCallback):
 
 def _of_hub(what: str, error: Exception) -> StepmarkError:
     """An error of the hub or the network, with its first line."""
-    return StepmarkError(
-        f"{what}: {first_line(error)}; check the token (`hf auth login`, or hub_token) and the network"
-    )
+    why = f"{what}: {first_line(error)}; check the token (`hf auth login`, or hub_token) and the network"
+    return StepmarkError(why)
 
 
 def _link(source: str, target: str) -> None:

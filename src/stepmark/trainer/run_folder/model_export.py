@@ -119,9 +119,8 @@ def _write_weights(folder: Path, model: nn.Module, runtime: Runtime, state: Mapp
     names = getattr(model, "names", {name: name for name in section.entries})
     for name, entry in section.entries.items():
         if entry.layout != Layout.full(entry.layout.shape):
-            raise StepmarkError(
-                f"{name} is a shard of {list(entry.layout.shape)}, so that no complete model was written"
-            )
+            why = f"{name} is a shard of {list(entry.layout.shape)}, so that no complete model was written"
+            raise StepmarkError(why)
         if state is not None and names[name] not in state:
             raise UsageError(f"state_dict: it has no {names[name]!r}; pass all of model.state_dict(), or leave it out")
     if state is None:
@@ -226,8 +225,7 @@ class SavedModel:
         alone: bool = False,
         state: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """As `write_model`; into the folder for a checkpoint without weights, which that has. Collective, unless rank 0
-        is to do it `alone`."""
+        """As `write_model`; for a checkpoint without weights, which has that. Collective, unless rank 0 is `alone`."""
         if self._collecting and folder == self._folder:
             if self._rank == 0:
                 write_model_files(folder, self.module, processing_class)
@@ -260,8 +258,7 @@ class SavedModel:
             self._waiting.append(folder.rename(self._taken))
 
     def add_to(self, checkpoint: Path, processing_class: Any) -> None:
-        """Adds the files to a checkpoint: those that were collected for it but the weights, or else the usual ones, and
-        what was taken."""
+        """Adds the files to a checkpoint: those collected for it but the weights, or the usual ones, and the taken."""
         if self._folder not in self._waiting:
             write_model_files(checkpoint, self.module, processing_class)
         own = MODEL, getattr(self.module, "tensor_group", MODEL)

@@ -97,9 +97,8 @@ def check_named_checkpoint(checkpoint: Path) -> None:
             hint = (
                 "it is a model, from which a new run starts: load it as the model, and leave resume_from_checkpoint out"
             )
-        raise CheckpointNotFound(
-            f"resume_from_checkpoint: {checkpoint} is not a Stepmark checkpoint: it has no {MANIFEST}; {hint}"
-        )
+        why = f"resume_from_checkpoint: {checkpoint} is not a Stepmark checkpoint: it has no {MANIFEST}; {hint}"
+        raise CheckpointNotFound(why)
 
 
 # Preparing the folder
@@ -227,8 +226,7 @@ def set_aside_finished_run(folder: Path, host: HostGroup) -> bool:
 
 
 def set_aside_earlier_attempt(folder: Path, host: HostGroup, *, resumes: bool, repeats: Callable[[], None]) -> None:
-    """Separates the records of an attempt that saved no checkpoint from those of the run that begins at step 0.
-    Collective.
+    """Separates the records of an attempt that saved no checkpoint from those of a run from step 0 on. Collective.
 
     An attempt of the same run, restarted by its supervisor, or with `resumes` after it was killed or interrupted, keeps
     its records: `repeats` is called on rank 0 to record that the steps appear again. Others move to `earlier-run-<n>`.

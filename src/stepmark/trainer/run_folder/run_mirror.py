@@ -76,9 +76,8 @@ class RunMirror:
             return None
 
         def explain(error: Exception) -> StepmarkError:
-            return (
-                error if isinstance(error, StepmarkError) else StepmarkError(f"{self._field}: {describe_error(error)}")
-            )
+            told = StepmarkError(f"{self._field}: {describe_error(error)}")
+            return error if isinstance(error, StepmarkError) else told
 
         with in_phase(SAVE):
             call = None if self._mirror is None else BoundedCall(partial(work, self._mirror), raises=True)
@@ -106,9 +105,10 @@ class RunMirror:
         address = address_of(resume) if isinstance(resume, str) else None
         return resume if address is None else checkpoint_here(address, self._context)
 
-    def fetch(self) -> bool:
-        """Downloads the newest checkpoint and the best one, if it is newer; returns whether it was. Collective."""
-        return bool(self._on_rank_0(lambda mirror: mirror.fetch(lambda text: say(f"{self._field}: {text}"))))
+    def fetch(self, *, damaged: bool = False) -> bool:
+        """Downloads what is newer than the folder's, or what is whole if those are `damaged`; whether. Collective."""
+        tell = partial("{}: {}".format, self._field)
+        return bool(self._on_rank_0(lambda mirror: mirror.fetch(lambda text: say(tell(text)), damaged=damaged)))
 
     def leave_later(self, step: int) -> list[Path]:
         """The run goes on from this step: later checkpoints are not used again, there and in the folder, where rank 0
@@ -137,13 +137,9 @@ class RunMirror:
 
     def complete(self) -> None:
         """The run is done. Collective. Raises StepmarkError where something of it cannot be uploaded."""
-        behind = self.finish()
-        if behind is not None:
-            raise StepmarkError(
-                f"{self._field}: the run is done, and {behind}; `stepmark copy {self._folder} {self.url}` uploads what "
-                "is missing"
-            )
-
+        if (behind := self.finish()) is not None:
+            remedy = f"`stepmark copy {self._folder} {self.url}` uploads what is missing"
+            raise StepmarkError(f"{self._field}: the run is done, and {behind}; {remedy}")
         if self._mirror is not None:
             self._mirror.close()
             if (earlier := _LATE.pop(self._folder, None)) is not None:
