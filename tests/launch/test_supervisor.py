@@ -15,6 +15,7 @@ import pytest
 
 from stepmark.launch.supervisor import ForwardedSignals, _Ranks
 from stepmark.liveness.failure_report import SECRET
+from stepmark.liveness.host_group import launcher_serves
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -44,6 +45,18 @@ def test_ranks_of_a_supervisor_have_a_secret(tmp_path: Path, monkeypatch: pytest
         assert all(len(secret) >= 32 for secret in first)
         monkeypatch.setenv(SECRET, "own")
         assert runs[0]._environment(1)[SECRET] == "own"
+
+
+def test_ranks_of_a_supervisor_under_torchrun_do_not_look_for_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torchrun --nproc-per-node 1 … --nproc 2`: they meet at the supervisor's port."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ranks = _Ranks(SLEEP, 2, str(tmp_path), listener, 5.0, resumable=True)
+        for rank in range(2):
+            monkeypatch.setattr(os, "environ", ranks._environment(rank))
+            assert not launcher_serves()
 
 
 ENDING = """

@@ -179,10 +179,8 @@ def _attempt(make: Callable[..., _Ranks], command: Sequence[str], nproc: int, si
         if failure.message == OUTPUT_CLOSED:  # as with `| head`
             return _Outcome(failure.exit_code)
         prefix = f"rank {failure.rank}: " if nproc > 1 and failure.exit_code != 2 else ""
-        place = read_board(reports)[failure.rank]
-        return _Outcome(
-            failure.exit_code, failure, f"{prefix}{failure.message}", place, INTERRUPTED in ranks.exit_codes
-        )
+        message, place = f"{prefix}{failure.message}", read_board(reports)[failure.rank]
+        return _Outcome(failure.exit_code, failure, message, place, INTERRUPTED in ranks.exit_codes)
 
 
 @contextlib.contextmanager
@@ -252,6 +250,7 @@ class _Ranks:
             REPORTS: self.reports,
             SUPERVISOR: str(os.getpid()),
             SECRET: os.environ.get(SECRET) or self._secret,
+            "TORCHELASTIC_USE_AGENT_STORE": "False",  # that of a torchrun around this command has other ranks
         }
         if rank == 0:
             environment[STORE_FD] = str(self.listener.fileno())
