@@ -43,8 +43,7 @@ class BoundedCall(Generic[Result]):
         return self._clock.wait(self._ended, seconds)
 
     def ended_running(self, seconds: float, look: Callable[[], None] = lambda: None) -> bool:
-        """Waits up to `seconds` of running time, and returns whether the call has ended. Calls `look`, which may raise,
-        once per second meanwhile."""
+        """Waits up to `seconds` of running time for the call's end, and says whether it came. `look` may raise."""
         until = self._clock.now() + seconds
         while not self.ended(max(0.0, min(until - self._clock.now(), LOOK_SECONDS))):
             if self._clock.now() >= until:

@@ -233,8 +233,7 @@ def raised_at(error: BaseException, *, known: bool) -> Line | None:
 
 
 def _told(error: BaseException) -> list[Line]:
-    """The lines of the traceback that an error of a data worker contains as text: the first traceback, which is the
-    cause of the others."""
+    """The lines of the first traceback, the cause of the others, that a data worker's error contains as text."""
     found: list[Line] = []
     for text in "\n".join([str(error), *getattr(error, "__notes__", ())]).splitlines():
         match = _TOLD.match(text)

@@ -63,8 +63,7 @@ def reported(failure: FailureReport) -> bool:
 
 def end_interrupted(reason: str, record: Callable[[str], None], seconds: float = RECORDING) -> NoReturn:
     """Ends this process at once with exit code 75, from another thread than the main one, which cannot raise
-    RunInterrupted in time. `record(reason)` is called first, and is given up after `seconds`: a file system may
-    hang."""
+    RunInterrupted in time. `record(reason)` comes first, for at most `seconds`: a file system may hang."""
     try:
         call_with_timeout(seconds, lambda: record(reason), None)
     finally:

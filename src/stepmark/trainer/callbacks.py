@@ -186,8 +186,7 @@ class RunCallbacks:
         self.control = getattr(self.handler, name)(self.args, self.state, self.control, *values)
 
     def hears(self, name: str) -> bool:
-        """Whether a callback that is not the run's own defines the event `name`, rather than inheriting the empty
-        method of its base class."""
+        """Whether a callback that is not the run's own defines the event `name`, rather than inheriting it empty."""
         others = (each for each in self.handler.callbacks if type(each) is not StrategyCallback)
         methods = (getattr(each, name) for each in others)
         return any(getattr(each, "__func__", each) is not getattr(TrainerCallback, name) for each in methods)
