@@ -34,6 +34,19 @@ def test_a_signal_before_the_ranks_are_started_reaches_them(tmp_path: Path, numb
     assert ranks.interrupted([])
 
 
+LEAVING = "import os, sys, time; sys.exit(75) if os.environ['RANK'] == '1' else time.sleep(100)"
+
+
+def test_a_rank_that_a_signal_ends_before_the_others_have_joined_it_takes_them_along(tmp_path: Path) -> None:
+    """They cannot hear of it, and would wait until the grace period is over and they are killed."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ranks = _Ranks([sys.executable, "-c", LEAVING], 3, str(tmp_path), listener, 60.0, resumable=True)
+        ranks.start()
+        ranks.wait()
+    assert [process.returncode for process in ranks._processes] == [-signal.SIGTERM, 75, -signal.SIGTERM]
+    assert ranks.interrupted([])
+
+
 def test_ranks_of_a_supervisor_have_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same on all ranks, another one in each run; the user's own where there is one."""
     monkeypatch.delenv(SECRET, raising=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import secrets
 import shutil
@@ -259,11 +260,15 @@ class _Ranks:
     def wait(self) -> None:
         """Returns when all ranks have ended. After the first failure the others have GRACE_SECONDS, after a signal
         `signal_grace` plus GRACE_SECONDS."""
-        deadline = None
+        deadline, pass_on = None, None
         while any(process.poll() is None for process in self._processes):
             self._first_exit = self._first_exit or self._find_failed()
             if self._first_exit is not None and self._first_exit[1] == INTERRUPTED:
                 self.expect_end()
+                pass_on = pass_on or time.monotonic() + GRACE_SECONDS
+                if time.monotonic() > pass_on:  # the others have not heard of its signal, as while they join
+                    self.send(signal.SIGTERM)
+                    pass_on = math.inf
             elif self._first_exit is not None and deadline is None:
                 deadline = time.monotonic() + GRACE_SECONDS
             deadline = self._at_once or deadline or self._signal_deadline

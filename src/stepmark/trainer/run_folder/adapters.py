@@ -80,8 +80,7 @@ class Adapter(RenamedModel):
 
     def write_config(self, folder: Path) -> None:
         """Writes `adapter_config.json`, for inference, and a model card, as peft does. A base model in a folder is
-        named by its absolute path or the address it came from, so that the adapter belongs to it wherever a command
-        is started."""
+        named by its absolute path or the address it came from, and so found wherever a command starts."""
         config, inner = copy.copy(self.config), self.model.get_base_model()
         config.inference_mode = True
         base = config.base_model_name_or_path or getattr(inner, "name_or_path", None)

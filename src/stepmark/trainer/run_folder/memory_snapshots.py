@@ -213,8 +213,7 @@ class MemorySnapshots:
 
 
 def _check_room(memory: Path, needed: int) -> None:
-    """Raises StepmarkError where shared memory, or what this machine or container may use, is too small for a run that
-    has this folder there."""
+    """Raises StepmarkError where shared memory, or what this machine or container may use, is too small."""
     from stepmark.checkpoint.host_memory import free_host_memory, shortage
     from stepmark.checkpoint.save.request import SLACK
 
