@@ -16,6 +16,11 @@ from typing import Any
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command, and ends the process with its exit code; quietly with 1 if its output is closed early."""
+    for number in range(3):  # else a file would get the number of a closed stream, which libraries print to
+        with contextlib.suppress(OSError):
+            os.fstat(number)
+            continue
+        os.open(os.devnull, os.O_RDWR)
     from stepmark.launch import signal_handlers
 
     signal_handlers.postpone_keyboard_interrupts()  # before further imports

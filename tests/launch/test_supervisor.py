@@ -15,6 +15,7 @@ import pytest
 
 from stepmark.launch.supervisor import ForwardedSignals, _Ranks
 from stepmark.liveness.failure_report import SECRET
+from stepmark.liveness.host_group import launcher_serves
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -33,6 +34,19 @@ def test_a_signal_before_the_ranks_are_started_reaches_them(tmp_path: Path, numb
     assert ranks.interrupted([])
 
 
+LEAVING = "import os, sys, time; sys.exit(75) if os.environ['RANK'] == '1' else time.sleep(100)"
+
+
+def test_a_rank_that_a_signal_ends_before_the_others_have_joined_it_takes_them_along(tmp_path: Path) -> None:
+    """They cannot hear of it, and would wait until the grace period is over and they are killed."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ranks = _Ranks([sys.executable, "-c", LEAVING], 3, str(tmp_path), listener, 60.0, resumable=True)
+        ranks.start()
+        ranks.wait()
+    assert [process.returncode for process in ranks._processes] == [-signal.SIGTERM, 75, -signal.SIGTERM]
+    assert ranks.interrupted([])
+
+
 def test_ranks_of_a_supervisor_have_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same on all ranks, another one in each run; the user's own where there is one."""
     monkeypatch.delenv(SECRET, raising=False)
@@ -44,6 +58,18 @@ def test_ranks_of_a_supervisor_have_a_secret(tmp_path: Path, monkeypatch: pytest
         assert all(len(secret) >= 32 for secret in first)
         monkeypatch.setenv(SECRET, "own")
         assert runs[0]._environment(1)[SECRET] == "own"
+
+
+def test_ranks_of_a_supervisor_under_torchrun_do_not_look_for_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torchrun --nproc-per-node 1 … --nproc 2`: they meet at the supervisor's port."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ranks = _Ranks(SLEEP, 2, str(tmp_path), listener, 5.0, resumable=True)
+        for rank in range(2):
+            monkeypatch.setattr(os, "environ", ranks._environment(rank))
+            assert not launcher_serves()
 
 
 ENDING = """

@@ -44,6 +44,10 @@ def test_layers_are_divided_for_the_gradient_checkpointing_that_the_recipe_asks_
         ({"config_name": "gpt7"}, "config_name: 'gpt7' is neither a folder"),
         ({"config_overrides": {"n_layers": 2}}, "config_overrides: GPT2Config has no n_layers"),
         ({"block_size": 64}, "block_size: 64 tokens are more than the model's 32 positions"),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay"},
+            "lr_scheduler_kwargs: the schedule warmup_stable_decay does not",
+        ),
     ],
 )
 def test_a_wrong_configuration_is_found_before_data_are_tokenized(

@@ -28,8 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Writes the folder and reports it; returns 0. Raises as `consolidate` does, and UsageError for a flag without the
-    one that it belongs to."""
+    """Writes the folder, reports it, returns 0. Raises as `consolidate`, and UsageError for a flag without its own."""
     from stepmark.cli.foreign_checkpoints import consolidate_foreign, is_foreign
     from stepmark.cli.progress import BytesProgress
     from stepmark.model_folder.consolidate import consolidate

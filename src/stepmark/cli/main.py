@@ -26,6 +26,7 @@ from stepmark.errors import LaunchError, PeerLost, UsageError
 from stepmark.filesystem.local_paths import local_path
 from stepmark.filesystem.printable import PrintableOutput, printable_record
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
+from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.launch.world import World
 from stepmark.liveness.failure_report import OUTPUT_CLOSED, FailureReport
 from stepmark.liveness.process_exit import reported
@@ -66,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code. Raises BrokenPipeError if the reader of stdout has gone."""
-    with_traceback = "--traceback" in arguments
+    with_traceback, called = "--traceback" in arguments, False
     try:
         _check_not_gone(arguments)
         parsed, unknown = build_parser().parse_known_args(arguments)
@@ -84,14 +85,17 @@ def run(arguments: Sequence[str]) -> int:
             raise_keyboard_interrupts()
         logging.getLogger("stepmark").addFilter(printable_record)
         with contextlib.redirect_stdout(sys.stdout and PrintableOutput(sys.stdout)), fetched(parsed, takes):
+            called = True
             return int(command.run(parsed))
     except BrokenPipeError as error:
         if not _output_is_closed():
             return _fail(error, with_traceback)
         reported(FailureReport(_world().rank, OUTPUT_CLOSED, "", 1, False, time.time()))
         raise
-    except (KeyboardInterrupt, Exception) as error:
-        return _fail(error, with_traceback)
+    except (KeyboardInterrupt, SystemExit, Exception) as error:
+        if isinstance(error, RunInterrupted) or (isinstance(error, SystemExit) and not called):  # of --help
+            raise
+        return _fail(error, with_traceback)  # also where a user's code exits with 0, which would say: done
 
 
 def _check_not_gone(arguments: Sequence[str]) -> None:
@@ -139,10 +143,9 @@ def _prints_for_lost_server(error: BaseException, world: World) -> bool:
 
 
 def _should_print(failure: FailureReport, world: World) -> bool:
-    """Whether this rank prints its error. Once the ranks are connected, only the first to fail does. Before that, wrong
-    usage fails on every rank, and one rank of each node prints it. Another error, such as a missing device, may be one
-    rank's alone: the first rank of a node prints it at once, the others only if the launcher (torchrun does) has not
-    ended them by then."""
+    """Whether this rank prints its error: of connected ranks the first to fail does. Before that, one rank of each node
+    prints wrong usage, which fails on all. Another error, such as a missing device, may be one rank's alone: a node's
+    first rank prints it at once, the others only if the launcher (torchrun does) has not ended them by then."""
     context = sys.modules.get("stepmark.runtime.context")
     distributed = sys.modules.get("torch.distributed")
     if context is not None and distributed is not None and distributed.is_initialized():

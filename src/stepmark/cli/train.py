@@ -14,6 +14,7 @@ from stepmark.errors import CheckpointBusy, UsageError
 from stepmark.launch.rank_count import RankCount
 from stepmark.launch.restarts import check_restarts
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
+from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.launch.supervisor import follow_supervisor, rank_command, start_ranks
 from stepmark.launch.world import World
 from stepmark.liveness.failure_report import REPORTS, FailureReport, keep_failure
@@ -72,13 +73,15 @@ def _train(recipe: Recipe) -> int:
 
         try:
             train(recipe)
-        except Exception as error:
+        except RunInterrupted:
+            raise
+        except (Exception, SystemExit) as error:
             _keep(error, folder, recipe.training.prometheus_file)
             raise
     return 0
 
 
-def _keep(error: Exception, folder: Path, prometheus_file: str | None) -> None:
+def _keep(error: BaseException, folder: Path, prometheus_file: str | None) -> None:
     """Records why this rank failed, also before training, unless a supervisor judges for all. Not of a wrong call."""
     from stepmark.trainer.interruption.run_end import record_supervised_end
 

@@ -8,8 +8,7 @@ import warnings
 
 
 def leave_out_torch_xla() -> None:
-    """Keeps accelerate and transformers from importing torch_xla, which takes two seconds, on other devices. Call
-    before importing them."""
+    """Keeps accelerate and transformers, imported later, from importing torch_xla, which takes two seconds."""
     os.environ.setdefault("USE_TORCH_XLA", "0")
 
 

@@ -194,8 +194,7 @@ def read_recipe(path: str | None, flags: Mapping[str, str]) -> Recipe:
 
 @contextlib.contextmanager
 def kept_text(path: str | None) -> Iterator[None]:
-    """Inside the block, processes that are started read the recipe as it is now: ranks that are started again must not
-    train an edited one."""
+    """Inside the block, processes that are started read the recipe as it is now: a restart trains no edited one."""
     text = _text_of(path) if path is not None else ""
     if path is not None and len(text.encode()) < _LONGEST:
         os.environ[_TEXT] = f"{Path(path).absolute()}\n{text}"

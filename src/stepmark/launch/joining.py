@@ -50,6 +50,9 @@ def connect(world: World, clock: JoinClock, store: dist.Store | None, backend: s
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[None]:
     """Silences standard output, to which gloo logs every connection from C++."""
+    if sys.stdout is None:  # closed, so that another file may have its number
+        yield
+        return
     sys.stdout.flush()
     saved = os.dup(1)
     with open(os.devnull, "w") as nowhere:

@@ -29,8 +29,7 @@ def int_or_auto(text: str) -> int | str:
 @dataclass
 class RankCount:
     """An attempt has `now` ranks: `asked`, or as many as `fit` finds devices for, but `least`; None: always `asked`.
-    `replicas`: the data parallel ranks of all, if fewer processes can host them. `timeout`: seconds that lost devices
-    have to come back."""
+    `replicas`: the data parallel ranks, if fewer processes can host them. `timeout`: seconds for devices to return."""
 
     asked: int
     least: int | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import secrets
 import shutil
@@ -179,10 +180,8 @@ def _attempt(make: Callable[..., _Ranks], command: Sequence[str], nproc: int, si
         if failure.message == OUTPUT_CLOSED:  # as with `| head`
             return _Outcome(failure.exit_code)
         prefix = f"rank {failure.rank}: " if nproc > 1 and failure.exit_code != 2 else ""
-        place = read_board(reports)[failure.rank]
-        return _Outcome(
-            failure.exit_code, failure, f"{prefix}{failure.message}", place, INTERRUPTED in ranks.exit_codes
-        )
+        message, place = f"{prefix}{failure.message}", read_board(reports)[failure.rank]
+        return _Outcome(failure.exit_code, failure, message, place, INTERRUPTED in ranks.exit_codes)
 
 
 @contextlib.contextmanager
@@ -252,6 +251,7 @@ class _Ranks:
             REPORTS: self.reports,
             SUPERVISOR: str(os.getpid()),
             SECRET: os.environ.get(SECRET) or self._secret,
+            "TORCHELASTIC_USE_AGENT_STORE": "False",  # that of a torchrun around this command has other ranks
         }
         if rank == 0:
             environment[STORE_FD] = str(self.listener.fileno())
@@ -260,11 +260,15 @@ class _Ranks:
     def wait(self) -> None:
         """Returns when all ranks have ended. After the first failure the others have GRACE_SECONDS, after a signal
         `signal_grace` plus GRACE_SECONDS."""
-        deadline = None
+        deadline, pass_on = None, None
         while any(process.poll() is None for process in self._processes):
             self._first_exit = self._first_exit or self._find_failed()
             if self._first_exit is not None and self._first_exit[1] == INTERRUPTED:
                 self.expect_end()
+                pass_on = pass_on or time.monotonic() + GRACE_SECONDS
+                if time.monotonic() > pass_on:  # the others have not heard of its signal, as while they join
+                    self.send(signal.SIGTERM)
+                    pass_on = math.inf
             elif self._first_exit is not None and deadline is None:
                 deadline = time.monotonic() + GRACE_SECONDS
             deadline = self._at_once or deadline or self._signal_deadline

@@ -186,8 +186,9 @@ def _check_choices(recipe: Recipe, device: str) -> None:
     from stepmark.trainer.callbacks import reporters
     from stepmark.training.learning_rate_schedule import check_schedule
 
-    check_schedule(recipe.training.lr_scheduler_type)
-    reporters(recipe.training)
+    args = recipe.training
+    check_schedule(args.lr_scheduler_type, args.learning_rate, args.parsed_options("lr_scheduler_kwargs"))
+    reporters(args)
     load_metrics(recipe.evaluation.metrics, "metrics")
     check_device_has_attention(recipe, device)
 

@@ -35,8 +35,7 @@ _told: set[tuple[str, str]] = set()
 
 def model_columns(model: nn.Module, labels: LabelRule) -> frozenset[str] | None:
     """The columns of a sample that reach a model: the arguments of its forward, and the labels; None, for all, where it
-    takes any argument. The models of transformers take further arguments for their attention and loss only, which are
-    not columns."""
+    takes any argument. The further arguments of transformers' models, for attention and loss, are no columns."""
     inner = unwrapped(model)
     parameters = inspect.signature(inner.forward).parameters.values()
     named = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]

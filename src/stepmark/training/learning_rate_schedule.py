@@ -30,9 +30,12 @@ def build_schedule(
 
     Raises UsageError for an unknown name or option.
     """
-    from transformers import get_scheduler
+    from transformers import SchedulerType, get_scheduler
 
-    check_schedule(name)
+    names = [kind.value for kind in SchedulerType]
+    if name not in names:
+        where = described_at("lr_scheduler_type")
+        raise UsageError(f"lr_scheduler_type: {name!r} is unknown; choose one of {', '.join(names)}{where}")
     if options and name in ("constant", "constant_with_warmup"):  # get_scheduler ignores them silently
         raise UsageError(f"lr_scheduler_kwargs: the schedule {name} takes no arguments; remove them")
     refused = f"lr_scheduler_kwargs: the schedule {name} does not accept {dict(options)}"
@@ -46,14 +49,9 @@ def build_schedule(
         )
 
 
-def check_schedule(name: str) -> None:
-    """Raises UsageError for a name that transformers' `get_scheduler` does not know."""
-    from transformers import SchedulerType
-
-    names = [kind.value for kind in SchedulerType]
-    if name not in names:
-        where = described_at("lr_scheduler_type")
-        raise UsageError(f"lr_scheduler_type: {name!r} is unknown; choose one of {', '.join(names)}{where}")
+def check_schedule(name: str, learning_rate: float = 1.0, options: Mapping[str, Any] = {}) -> None:
+    """Raises UsageError as `build_schedule`, before there are parameters."""
+    build_schedule(name, torch.optim.SGD([torch.zeros(1)], learning_rate), 1, 0, options)
 
 
 def warmup_length(warmup_steps: float, warmup_ratio: float, total_steps: int) -> int:

@@ -342,6 +342,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"block_size": 64}, "block_size: 64 tokens are more than the model's 32 positions"),
     ({"tokenizer_name": "./absent"}, "tokenizer_name: no tokenizer could be loaded"),
     ({"lr_scheduler_type": "sawtooth"}, "lr_scheduler_type"),
+    ({"lr_scheduler_kwargs": {"cycles": 2}}, "lr_scheduler_kwargs: the schedule linear does not accept {'cycles': 2}"),
     ({"metrics": "absent_module:metrics", "eval_strategy": "epoch"}, "metrics: no module 'absent_module'"),
 ]
 

@@ -251,6 +251,15 @@ def test_a_run_whose_standard_error_nobody_reads_goes_on(ranks: Ranks, tmp_path:
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("nproc", ["", pytest.param("--nproc 2", marks=pytest.mark.prove)])
+def test_a_run_without_standard_streams_trains(tmp_path: Path, nproc: str) -> None:
+    """As with `>&-`. No file gets the number of one, to which libraries print."""
+    recipe = write_recipe(tmp_path, save_steps=1)
+    shell = f'exec "$0" -m stepmark train "$1" {nproc} <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", shell, sys.executable, str(recipe)], timeout=240).returncode == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
 def test_a_broken_pipe_inside_a_command_is_an_error() -> None:
     """Only a reader of stdout that has gone is passed over."""
     script = (

@@ -64,6 +64,31 @@ def test_a_run_that_crashes_before_it_trains_has_failed(ranks: Ranks, tmp_path: 
     assert "n_layer" in (tmp_path / "out" / "failures" / "rank-0.txt").read_text()
 
 
+EXITING = """
+import sys
+if {at_import}:
+    sys.exit(0)
+def measure(prediction):
+    sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("at_import", "nproc"),
+    [(False, ()), (True, ()), (False, ("--nproc", "2", "--max_restarts", "1")), (True, ("--nproc", "1"))],
+)
+def test_code_of_the_users_that_exits_with_0_has_not_trained_the_model(
+    ranks: Ranks, tmp_path: Path, at_import: bool, nproc: tuple[str, ...]
+) -> None:
+    (tmp_path / "exiting.py").write_text(EXITING.format(at_import=at_import))
+    recipe = write_recipe(tmp_path, eval_strategy="steps", eval_steps=1, metrics="exiting:measure")
+    done = commands.run(ranks, tmp_path, "train", str(recipe), *nproc)
+    assert done.returncode == 1, done.stderr
+    assert "SystemExit: 0 (exiting.py, line " in done.stderr
+    assert "SystemExit: 0 (exiting.py, line " in read_status(tmp_path / "out")["reason"]
+    assert read_status(tmp_path / "out")["state"] == "failed"
+
+
 def test_a_wrong_call_leaves_nothing(ranks: Ranks, tmp_path: Path) -> None:
     done = commands.run(ranks, tmp_path, "train", str(write_recipe(tmp_path, lr_scheduler_type="none such")))
     assert done.returncode == 2

@@ -115,8 +115,7 @@ def _interfaces(ranks: int) -> Iterator[Finding]:
 
 
 def _cores(world: World, ranks: int) -> Iterator[Finding]:
-    """Whether the visible Neuron cores are as many as the ranks of this machine. A rank that a launcher has started may
-    see its own only."""
+    """Whether the visible Neuron cores are as many as this machine's ranks. A launcher's rank may see only its own."""
     try:
         cores = len(visible_cores())
         if world.size > 1:
@@ -261,8 +260,7 @@ def _native() -> Iterator[Finding]:
 
 
 def _packages_of(kind: str) -> list[str]:
-    """The installed packages that torch loads as backends, with their versions: one has brought this device, unless
-    torch has it itself."""
+    """The installed packages that torch loads as backends, with versions: one has brought a device not torch's own."""
     if torch._C._get_privateuse1_backend_name() != kind:
         return []
     loaded = {point.dist for point in entry_points(group="torch.backends") if point.dist is not None}

@@ -72,8 +72,7 @@ def _one_row(args: TrainingFields) -> dict[str, Any]:
 
 def _changed(args: TrainingFields, ranks: int, **changes: Any) -> Iterator[TrainingFields]:
     """With the same number of samples per step, as far as accumulation allows: fewer data parallel ranks run more
-    micro-batches each. Nothing if these are too few for the pipeline, or the recipe's other settings exclude the
-    changes."""
+    micro-batches each. Nothing if these are too few for the pipeline, or other settings exclude it."""
     tensor = changes.get("tensor_parallel_size", args.tensor_parallel_size)
     stages = changes.get("pipeline_parallel_size", args.pipeline_parallel_size)
     experts = changes.get("expert_parallel_size", args.expert_parallel_size)
