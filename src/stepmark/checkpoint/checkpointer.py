@@ -273,9 +273,7 @@ class Checkpointer:
         needs = [max(0, extents_of(plan, rank)[1] - reports[rank].held) for rank in ranks]
         free = [reports[rank].free for rank in ranks]
         if (short := shortage(needs, free, "its copy of the state", "the copies of the")) is not None:
-            raise CheckpointError(
-                f"saving needs {short}; use more nodes, a smaller state, or machines with more memory"
-            )
+            raise CheckpointError(f"saving needs {short}; use more nodes, more memory, or a smaller state")
         if self._group.rank == 0:
             self._background.tidy()
             self._background.make_room(self.folder, disk_need(plan), request.manifest.save)

@@ -281,9 +281,7 @@ def _write(state: Any, path: Path) -> None:
         if path.is_dir():
             raise UsageError(f"{path} is a folder; give the path of a file in it")
         if path.exists() and not path.is_file():  # which the rename would replace
-            raise UsageError(
-                f"{path} is not a regular file, and stepmark.save replaces the file; use torch.save to write to it"
-            )
+            raise UsageError(f"{path} is not a regular file, and would be replaced; use torch.save to write to it")
         target = resolve_link(path)
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
         try:

@@ -126,6 +126,8 @@ def _encode_foreign(value: Any) -> dict[str, Any] | None:
     if not (is_array or isinstance(value, np.generic)) or value.dtype.hasobject or value.dtype.names is not None:
         return None
     found = np.asarray(value)
+    if np.dtype(found.dtype.str) != found.dtype:  # of another package, and named as bytes of its size
+        return None
     if not found.dtype.itemsize:  # texts of length 0, of which numpy cannot read an array back
         found = found.astype(np.dtype((found.dtype.type, 1)))
     data = base64.b64encode(found.tobytes()).decode()
@@ -204,9 +206,7 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
 
 def _unknown(dtype: str, package: str) -> CheckpointError:
     """The error for an element type of another version of a package: the checkpoint is as it was written."""
-    return CheckpointError(
-        f"a stored value has the unknown dtype {dtype[:80]}; use a newer Stepmark and a {package} that has it"
-    )
+    return CheckpointError(f"a stored value has the unknown dtype {dtype[:80]}; use a newer Stepmark and {package}")
 
 
 def dicts_in(encoded: Any) -> Iterator[dict[str, Any]]:

@@ -61,9 +61,7 @@ def errors_of(plan: ReadPlan, section: Section) -> Iterator[None]:
     except StepmarkError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointDamaged(
-            f"{plan.where}: the values of section {section.name!r} are malformed: {error!r}"
-        ) from error
+        raise CheckpointDamaged(f"{plan.where}: section {section.name!r} has malformed values: {error!r}") from error
 
 
 def _check_kind(plan: ReadPlan, section: Section) -> None:
@@ -74,9 +72,7 @@ def _check_kind(plan: ReadPlan, section: Section) -> None:
             "run can resume from it"
         )
     if kind is None:
-        raise CheckpointMismatch(
-            f"{where} holds no section {name!r}; it has {', '.join(sorted(plan.manifest.sections))}"
-        )
+        raise CheckpointMismatch(f"{where} has no section {name!r}; it has {', '.join(sorted(plan.manifest.sections))}")
     if kind != section.kind and {kind, section.kind} != {"optimizer", "named"}:
         raise CheckpointMismatch(f"section {name!r} was saved from a {kind} in {where}, but is a {section.kind} here")
 
@@ -109,9 +105,7 @@ def _compare_module(plan: ReadPlan, section: Section) -> None:
             raise CheckpointMismatch(f"{plan.where} has no extra state {name!r} of section {section.name!r}")
         extra[name] = reference(name)
     for name in extra.keys() - section.values["extra"].keys():
-        raise CheckpointMismatch(
-            f"{plan.where} has an extra state {name!r} of section {section.name!r}, but the module here has none"
-        )
+        raise CheckpointMismatch(f"{plan.where} has an extra state {name!r} of section {section.name!r}, unlike here")
     if extra or new:
         tensors = plan.tensors_in(section, list(extra.values())) | new
         values = items(extra | {name: reference(name) for name in new})
@@ -131,7 +125,7 @@ def _compare_object(plan: ReadPlan, section: Section) -> None:
     for name in tensor_names(encoded):
         entry = section.entries.get(name)
         if entry is not None and name in section.shards:
-            local = torch.zeros(entry.tensor.shape, dtype=entry.tensor.dtype)
+            local = torch.zeros(entry.tensor.shape, dtype=entry.tensor.dtype, device="cpu")
             tensors[name] = plan.want(section.group, name, local, entry.layout, entry.dtype)
             tensors[name].shard = True
         else:
@@ -190,9 +184,7 @@ class _OptimizerComparison:
         live = tensors_by_parameter(section.entries, state)
         was, now = saved.get("class"), section.values.get("class")
         if was is not None and now is not None and was != now and not section.entries:
-            raise CheckpointMismatch(
-                f"section {section.name!r} was saved from {was} in {plan.where}, but is {now} here"
-            )
+            raise CheckpointMismatch(f"section {section.name!r} was saved from {was} in {plan.where} but is {now} here")
         if live and not stored:
             self._check_hyperparameters(groups)
         for name in state:
@@ -267,14 +259,12 @@ class _OptimizerComparison:
 
     def _compare_groups(self, groups: list[dict[str, Any]]) -> None:
         section, saved, plan = self._section, self._saved, self._plan
-        order = []
+        order: list[str] = []
         for index, group in enumerate(groups):
-            indices = {saved["members"][name] for name in group.get("params", ())} or {index}
-            if len(indices) != 1 or str(min(indices)) not in saved["groups"]:
-                raise CheckpointMismatch(
-                    f"section {section.name!r}: the parameters of group {index} are in several groups in {plan.where}"
-                )
-            order.append(str(indices.pop()))
+            key, *others = {str(saved["members"][name]) for name in group.get("params", ())} or {str(index)}
+            if others or key not in saved["groups"] or (key in order and group.get("params")):
+                raise CheckpointMismatch(f"{section.name!r}: group {index} has other parameters in {plan.where}")
+            order.append(key)
         encoded = [saved["groups"][key] for key in order]
         plan.expected.update((section.group, name) for name in section.entries if name.startswith("param_groups/"))
         where = f"{plan.where}: the groups of section {section.name!r}"
