@@ -284,7 +284,7 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointMismatch, match="saved from AdamW .* is SGD here"):
             checkpointer.restore({"model": module, "optimizer": torch.optim.SGD(module.parameters())})
         fewer = torch.optim.AdamW([module.scale])
-        with pytest.raises(CheckpointMismatch, match="the state passed to restore.. does not contain it"):
+        with pytest.raises(CheckpointMismatch, match="the state passed to restore.. lacks it"):
             checkpointer.restore({"model": module, "optimizer": fewer})
 
 

@@ -211,6 +211,7 @@ def test_values_of_the_standard_library(tmp_path: Path) -> None:
         "range": range(3, 9, 2),
         "slice": slice(None, 4),
         "window": deque([1.5, torch.ones(2)], maxlen=3),
+        "tensors": ({torch.ones(2)}, frozenset([torch.ones(3)])),
         "day": date(2026, 11, 28),
         "moment": datetime(2026, 11, 28, 12, 30, 1, 7),
         "zoned": datetime(2026, 11, 28, tzinfo=timezone(timedelta(hours=2))),
@@ -222,7 +223,8 @@ def test_values_of_the_standard_library(tmp_path: Path) -> None:
     assert {key: type(value) for key, value in state.items()} == {key: type(value) for key, value in saved.items()}
     assert (state["file"].getvalue(), state["file"].tell()) == (b"state of a generator", 5)
     assert (state["window"].maxlen, state["window"][1].tolist()) == (3, [1.0, 1.0])
-    same = saved.keys() - {"file", "window"}
+    assert [[tensor.tolist() for tensor in each] for each in state["tensors"]] == [[[1, 1]], [[1, 1, 1]]]
+    same = saved.keys() - {"file", "window", "tensors"}
     assert {key: state[key] for key in same} == {key: saved[key] for key in same}
 
 

@@ -90,6 +90,11 @@ def test_states_that_lose_the_stride_lie_as_their_parameters() -> None:
         assert states.entries["weight/momentum_buffer"].layout == model.entries["weight"].layout
 
 
+def test_shards_that_nobody_can_tell_apart_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for told in ranks.run(programs.flattened, str(tmp_path / "run"), nproc=2).check():
+        assert told == ["model: FullyShardedDataParallel hides which rank has which values; use fully_shard"] * 2
+
+
 def test_wherever_a_state_holds_a_dtensor(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks.run(programs.everywhere, str(tmp_path / "run"), nproc=2).check():
         partial = found.pop("partial")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
@@ -13,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy._core import _rational_tests  # type: ignore[attr-defined]
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_leaves
 
 from stepmark.checkpoint import Checkpointer, read_manifest
 from stepmark.checkpoint.format.integrity import read_values
@@ -516,6 +519,12 @@ def test_what_could_not_be_restored_is_refused(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="beta"):
         sparse = torch.eye(3).to_sparse_csr()
     refused(tmp_path, {"n": {"s": sparse}}, "sparse_csr, which cannot be stored")
+    with warnings.catch_warnings(action="ignore"):  # torch warns once in a process
+        nested = torch.nested.nested_tensor([tensor, torch.zeros(3)])
+    refused(tmp_path, {"n": {"s": nested}}, "tensor 's' is .*, which cannot be stored")
+    rational = np.array([1, 2]).astype(_rational_tests.rational)  # as of a package that adds types to numpy's
+    for value in (rational, rational[0]):
+        refused(tmp_path, {"n": {"r": value}}, r"n\['r'\] is a .*, neither a tensor nor a plain value")
     wrapper = TwoTensor(tensor, tensor)
     refused(tmp_path, {"n": {"s": wrapper}}, "'s' is a TwoTensor, which is made of other tensors")
     refused(tmp_path, {"n": tensor}, "backslash", files=lambda folder: (folder / "a\\b").write_text(""))
@@ -663,6 +672,80 @@ def test_groups_that_shared_a_rate_get_their_own(tmp_path: Path) -> None:
     through(tmp_path, made((torch.tensor(0.1), torch.tensor(0.01))), state)
     assert [round(float(group["lr"]), 6) for group in state["optimizer"].param_groups] == [0.1, 0.01]
     assert state["optimizer"].param_groups[0]["lr"] is shared
+
+
+def test_a_number_in_place_of_a_tensor_comes_back_exactly(tmp_path: Path) -> None:
+    """As a schedule puts it there. Where it is the tensor's, or graphs have that, the tensor gets it."""
+
+    def rate(saved: Any, **options: Any) -> Any:
+        model, live = nn.Linear(2, 2), torch.tensor(0.1)
+        optimizer, other = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.parameters(), lr=live)
+        optimizer.param_groups[0]["lr"] = saved
+        other.param_groups[0].update(options)
+        through(tmp_path, {"model": model, "optimizer": optimizer}, {"model": model, "optimizer": other})
+        found = other.param_groups[0]["lr"]
+        assert found is live or type(found) is float
+        return found
+
+    assert float(rate(1e-4)) == 1e-4
+    assert isinstance(rate(0.25), Tensor)
+    assert isinstance(rate(1e-4, capturable=True), Tensor)
+
+
+def test_parameters_that_were_one_group_are_not_made_two(tmp_path: Path) -> None:
+    """As in torch: settings of one would be those of both, and a schedule of one would leave the other behind."""
+    model = nn.Linear(2, 2)
+    groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.0}]
+    one, two = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5), torch.optim.SGD(groups, lr=0.1)
+    with pytest.raises(CheckpointMismatch, match="'optimizer': group 1 has other parameters in"):
+        through(tmp_path / "split", {"model": model, "optimizer": one}, {"model": model, "optimizer": two})
+    with pytest.raises(CheckpointMismatch, match="'optimizer': group 0 has other parameters in"):
+        through(tmp_path / "joined", {"model": model, "optimizer": two}, {"model": model, "optimizer": one})
+    assert two.param_groups[1]["weight_decay"] == 0
+
+
+class Outer(torch.optim.Optimizer):
+    """Has the state of another one, as torch's ZeroRedundancyOptimizer."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.other = torch.optim.AdamW(parameters)
+        super().__init__(self.other.param_groups, {})
+
+    def step(self, closure: Any = None) -> Any:
+        return self.other.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.other.state_dict()
+
+
+def test_an_optimizer_whose_state_is_elsewhere_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Outer(list(model.parameters()))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    refused(tmp_path, {"model": model, "optimizer": optimizer}, "optimizer: Outer has its state in another optimizer")
+
+
+def test_a_default_device_of_the_programs_changes_nothing(tmp_path: Path) -> None:
+    """Such as torch.set_default_device("cuda"), whose memory is no place for what is read."""
+
+    def state() -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5)), "n": {}}
+
+    saved, other = state(), state()
+    saved["model"](torch.ones(1, 2)).sum().backward()
+    saved["optimizer"].step()
+    saved["n"] = {"a": torch.ones(2), "b": torch.full((2,), 2.0), "none": torch.ones(0)}
+    other["n"]["a"] = torch.zeros(2)
+    other["n"]["b"] = other["n"]["a"].view(2)  # which the values separate
+    other["n"]["none"] = torch.zeros(0)
+    with torch.device("meta"):
+        through(tmp_path, saved, other)
+    for key in ("model", "optimizer"):
+        mine, theirs = (tree_leaves(each[key].state_dict()) for each in (saved, other))
+        assert list(map(str, mine)) == list(map(str, theirs))
+    assert (other["n"]["a"].tolist(), other["n"]["b"].tolist()) == ([1, 1], [2, 2])
 
 
 def test_how_an_optimizer_computes_and_names_parameters_stays(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from stepmark import Trainer, TrainingArguments
+from stepmark import Checkpointer, Trainer, TrainingArguments
 from stepmark.checkpoint.format.block_io import FileOutput
 from stepmark.checkpoint.format.verify import verify
 from stepmark.cli.main import run
@@ -116,6 +117,19 @@ def test_groups_of_a_program_s_own_keep_their_order(tmp_path: Path) -> None:
     loaded.load_state_dict(torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True))
     for mine, theirs in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(given.state[mine]["exp_avg"], loaded.state[theirs]["exp_avg"])
+
+
+def test_a_schedule_of_a_rate_that_is_a_tensor_goes_out(tmp_path: Path) -> None:
+    model = tiny_model(layers=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(2, {"model": model, "optimizer": optimizer, "scheduler": schedule})
+    export_checkpoint(tmp_path / "run" / "checkpoint-2", tmp_path / "out", "dcp")
+    state = {"scheduler": {"base_lrs": [0.0], "last_epoch": 7}}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load(state, checkpoint_id=tmp_path / "out")
+    assert state == {"scheduler": {"base_lrs": [0.5], "last_epoch": 0}}
 
 
 def earlier(kind: str, tmp_path: Path) -> Path:

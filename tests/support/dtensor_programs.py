@@ -15,7 +15,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -341,6 +341,18 @@ class Holder:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value = state["value"]
+
+
+def flattened(folder: str) -> list[str]:
+    """What a save says of a model whose ranks have different values in parameters of one name and shape."""
+    told = []
+    with job(f"{folder}.store"), Checkpointer(folder) as checkpointer:
+        for own_names in (False, True):
+            model = FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"), use_orig_params=own_names)
+            with pytest.raises(StepmarkError) as error:
+                checkpointer.save(1, {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+            told.append(str(error.value))
+    return told
 
 
 def everywhere(folder: str) -> dict[str, Any]:

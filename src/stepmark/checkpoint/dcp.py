@@ -11,7 +11,8 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
@@ -47,7 +48,7 @@ _DEFAULT_PLANNERS = (f"{_PLANNERS}.DefaultSavePlanner", f"{_PLANNERS}.DefaultLoa
 _STORAGE = ("storage_writer", "storage_reader")
 _OTHERS = {"storage_writer", "storage_reader", "planner", "async_stager", "async_checkpointer_type", "use_collectives"}
 _NEUTRAL = ("None", "True", "AsyncCheckpointerType.THREAD")  # values of these arguments that ask for nothing
-_savers: dict[Any, _Saver] = {}  # by process group
+_savers: dict[Any, _Saver] = {}  # by process and process group
 atexit.register(_savers.clear)  # a process group that is kept until the interpreter exits may abort it
 
 
@@ -82,9 +83,11 @@ def save(
         CheckpointBusy: Another live process saves to this folder.
         CheckpointError: The save has failed on any rank.
     """
-    return async_save(
+    path = async_save(
         state_dict, storage_writer, checkpoint_id=checkpoint_id, process_group=process_group, no_dist=no_dist, **refused
     ).result()
+    with _saver(process_group, no_dist).next_call():  # which frees what was frozen
+        return path
 
 
 def async_save(
@@ -102,7 +105,8 @@ def async_save(
         A future; its `result()` waits until the checkpoint is durable, and raises where the save has failed.
     """
     _check_refused({"storage_writer": storage_writer, **refused})
-    return _saver(process_group, no_dist).begin(*_folder(checkpoint_id), SavedStateDict(state_dict))
+    with _saver(process_group, no_dist).next_call() as saver:
+        return saver.begin(*_folder(checkpoint_id), SavedStateDict(state_dict))
 
 
 def load(
@@ -140,7 +144,8 @@ def load(
     state, allow_partial = StateDict(state_dict), getattr(planner, "allow_partial_load", False)
     path, address = _folder(checkpoint_id)
     path = checkpoint_copy(address) if address else path
-    _saver(process_group, no_dist).load(path, state, allow_partial=allow_partial)
+    with _saver(process_group, no_dist).next_call() as saver:
+        saver.load(path, state, allow_partial=allow_partial)
     for key, value in in_order(state_dict):
         if is_stateful(value):
             value.load_state_dict(state.live[key])
@@ -155,11 +160,24 @@ class _Saver(Checkpointer):
         super().__init__(os.devnull, group=group)  # until the first save
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stepmark-dcp")
         self._last: list[Future[Path]] = []
+        self._calls = threading.RLock()
         self._uploaded: Path | None = None  # the last checkpoint that was uploaded
+
+    @contextlib.contextmanager
+    def next_call(self) -> Iterator[_Saver]:
+        """A call of one thread, once the save before has ended, of which it frees what was frozen."""
+        with self._calls:
+            wait(self._last)
+            super().wait()
+            yield self
+
+    def wait(self) -> None:
+        """Frees nothing, since it is called behind training, too: see save/snapshot.py."""
+        with self._one_call():
+            self._background.wait()
 
     def begin(self, path: Path, address: str | None, state: SavedStateDict) -> Future[Path]:
         """Saves in the background. Raises UsageError where ranks have different paths."""
-        wait(self._last)
         for rank, other in enumerate(self._timed_group.all_gather(str(path), "beginning a save")):
             if other != str(path):
                 raise UsageError(f"checkpoint_id: {path} on this rank is {other} on rank {rank}; save to one folder")
@@ -197,17 +215,17 @@ class _Saver(Checkpointer):
             self._end()
 
     def _end(self) -> None:
-        """Releases the folder, and removes it; keeps the memory for the next save."""
+        """Releases the folder, and removes it; keeps the memory for the next save, and lets updates free the frozen."""
         owned, memory, self._memory = self._ownership is not None, self._memory, StagingMemory()
+        hook, self._hook = self._hook, None
         self.close()
-        self._memory = memory
+        self._memory, self._hook = memory, hook
         if owned and self._group.rank == 0:
             with contextlib.suppress(OSError):  # another process is about to save there
                 files.remove_tree(self.folder)
 
     def load(self, path: Path, state: StateDict, *, allow_partial: bool) -> None:
         """Loads in place. Raises CheckpointMismatch, CheckpointDamaged or CheckpointNotFound."""
-        wait(self._last)
         group, alone = self._timed_group, self._group.size == 1
         board = UnsharedStore(path, self._group.rank)
         load = self._attempt(f"load of {path}", f"nothing was loaded from {path}", board)
@@ -228,9 +246,9 @@ class _Saver(Checkpointer):
 
 def _saver(process_group: dist.ProcessGroup | None, no_dist: bool) -> _Saver:
     alone = no_dist or not dist.is_available() or not dist.is_initialized()
-    key = None if alone else (dist.group.WORLD, process_group)
-    for other in [other for other in _savers if key and other and other[0] is not dist.group.WORLD]:
-        del _savers[other]  # of an earlier initialization
+    key = (os.getpid(), *((None, None) if alone else (dist.group.WORLD, process_group)))  # a fork has no threads
+    for other in [other for other in _savers if not alone and other[1] not in (None, dist.group.WORLD)]:
+        _savers.pop(other).close()  # of an earlier initialization
     if key not in _savers:
         timeout = timedelta(seconds=APART + MARGIN)
         _savers[key] = _Saver(HostGroup() if alone else HostGroup.of_processes(timeout, process_group))
@@ -253,10 +271,7 @@ def _check_refused(arguments: Mapping[str, Any]) -> None:
         default_planner = kind in _DEFAULT_PLANNERS and value.flatten_state_dict
         if not default_planner and (name not in _OTHERS or str(value) not in _NEUTRAL):
             instead = "give the folder as checkpoint_id" if name in _STORAGE else "leave it out"
-            raise UsageError(
-                f"{name}={value!r} is not supported by stepmark.checkpoint.dcp; {instead}, or use "
-                "torch.distributed.checkpoint"
-            )
+            raise UsageError(f"{name}={value!r} is not supported here; {instead}, or use torch.distributed.checkpoint")
 
 
 def _check_replaceable(path: Path) -> None:
@@ -266,19 +281,13 @@ def _check_replaceable(path: Path) -> None:
     known = {entry.name for entry in read_manifest(path).files} if (path / MANIFEST).exists() else set()
     for name in files.regular_files(path) if path.is_dir() else ():
         if name not in known and name not in (MANIFEST, _METADATA) and not name.endswith(".distcp"):
-            raise UsageError(
-                f"checkpoint_id: {path} has {name}, which is not part of a checkpoint and would be lost; move it away, "
-                "or choose another folder"
-            )
+            raise UsageError(f"checkpoint_id: {path} has {name}, which would be lost; move it or name another folder")
 
 
 def _save_to_load(path: Path) -> str | None:
     """The name of the save that is there; None where its manifest is corrupted. Raises where there is none of ours."""
     if (path / _METADATA).exists() and not (path / MANIFEST).exists():
-        raise CheckpointMismatch(
-            f"{path} is a checkpoint of torch.distributed.checkpoint: load it with that, or make it one of Stepmark's "
-            f"with `stepmark import {path} OUT`"
-        )
+        raise CheckpointMismatch(f"{path} is one of torch's: load it there, or run `stepmark import {path} OUT` first")
     if not (path / MANIFEST).exists():
         raise CheckpointNotFound(f"{path} is no checkpoint: it has no {MANIFEST}")
     return save_of(path)

@@ -116,7 +116,7 @@ def pinned_memory(size: int) -> Tensor:
         with contextlib.suppress(RuntimeError):  # the next kernel would report the error
             torch.zeros(1, device="cuda")
     try:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
         logger.warning("%s of host memory cannot be page-locked, so saves take longer: %s", shown(size), error)
         return _touched(size)
@@ -125,7 +125,7 @@ def pinned_memory(size: int) -> Tensor:
 def host_memory(size: int) -> Tensor:
     """`size` bytes of new page-aligned memory, in huge pages where there are such, as a uint8 tensor."""
     if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages: slower to touch, nothing else
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -8,6 +8,7 @@ Nothing is copied and nothing runs on a device.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 SECTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
-Kind = str  # "module", "optimizer", "named", "object" or "nested"
-
 
 class Entry(NamedTuple):
     """A live tensor, the name it is saved under, and what it holds of the global tensor of that name."""
@@ -57,7 +56,7 @@ class Section:
     """
 
     name: str
-    kind: Kind
+    kind: str  # "module", "optimizer", "named", "object" or "nested"
     group: str
     value: Any
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -90,7 +89,7 @@ class Section:
         problem = None
         if name == "__metadata__":
             problem = "has a name that tensor files use themselves; give it another name"
-        elif dtype is None or tensor.layout != torch.strided or tensor.is_quantized:
+        elif dtype is None or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
             problem = f"is {tensor.dtype}, {tensor.layout}, which cannot be stored; convert it first"
         elif is_traceable_wrapper_subclass(tensor):
             problem = f"is a {type(tensor).__name__}, which is made of other tensors; save these"
@@ -165,6 +164,10 @@ def _describe_module(name: str, module: nn.Module) -> Section:
     train replicas of a module: those of the first rank are saved, as in DistributedDataParallel."""
     group = getattr(module, "tensor_group", MODEL) if name == MODEL else f"{STATE}/{name}"
     section = Section(name, "module", group, module)
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    for each in module.modules():
+        if isinstance(each, kind) and each.sharding_strategy.name != "NO_SHARD" and each.process_group.size() > 1:
+            raise UsageError(f"{name}: FullyShardedDataParallel hides which rank has which values; use fully_shard")
     state = type(module).state_dict(module, keep_vars=True)
     tensors = {
         key: value for key, value in state.items() if isinstance(value, Tensor | Shard) and not is_extra_state(key)
@@ -279,7 +282,10 @@ def _add_others(section: Section, divided_by: str | None) -> None:
         section.values["keys"] = section.encode(keys, (section.name, "keys"))
     hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict or hooks:
-        own = {key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")}
+        state = optimizer.state_dict()
+        if state.get("state") and not optimizer.state:
+            raise UsageError(f"{section.name}: {type(optimizer).__name__} has its state in another optimizer; pass it")
+        own = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
         if own:
             section.values["own"] = section.encode(own, (section.name, "own"))
     added = {name: entry.tensor for name, entry in section.entries.items() if name not in known}
@@ -357,10 +363,7 @@ def add_optimizer(
     for parameter, items in state.items():
         for key, value in items.items():
             if not isinstance(key, str):
-                raise UsageError(
-                    f"{section.name}: the optimizer's state of parameter {parameter!r} has a key {key!r}, which is "
-                    "not a string; only strings can be saved as keys there"
-                )
+                raise UsageError(f"{section.name}: the state of {parameter!r} has a key {key!r}, which is not a string")
             path = (section.name, parameter, key)
             if isinstance(value, Tensor | Shard):
                 if overlaps_itself(value.tensor if isinstance(value, Shard) else local_of(value)):

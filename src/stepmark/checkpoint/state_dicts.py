@@ -101,10 +101,7 @@ class StateDict(dict[str, Any]):
         found = leaves(self.live)
         for name, leaf in found.items():
             if type(leaf.value).__name__ == "ShardedTensor":
-                raise UsageError(
-                    f"state_dict: {name!r} is a ShardedTensor; give FullyShardedDataParallel a device_mesh, and it "
-                    "gives DTensors"
-                )
+                raise UsageError(f"state_dict: {name!r} is a ShardedTensor; give the FSDP module a device_mesh")
         return found
 
     def sections(self) -> list[Section]:
@@ -292,5 +289,9 @@ def _stored_optimizer(plan: ReadPlan, group: str, encoded: Mapping[str, Any]) ->
 
 
 def _replaced(value: Any, by: Callable[[Stored], Any]) -> Any:
-    """A value with others for the tensors in it; pytree takes a size for a tuple."""
-    return tree_map_only(Stored, by, value, is_leaf=lambda each: isinstance(each, torch.Size))
+    """A value with others for the tensors in it; pytree takes a size for a tuple, and a set for a leaf."""
+
+    def replaced(each: Any) -> Any:
+        return by(each) if isinstance(each, Stored) else type(each)(_replaced(item, by) for item in each)
+
+    return tree_map_only((Stored, set, frozenset), replaced, value, is_leaf=lambda each: isinstance(each, torch.Size))

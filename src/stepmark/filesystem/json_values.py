@@ -126,6 +126,8 @@ def _encode_foreign(value: Any) -> dict[str, Any] | None:
     if not (is_array or isinstance(value, np.generic)) or value.dtype.hasobject or value.dtype.names is not None:
         return None
     found = np.asarray(value)
+    if np.dtype(found.dtype.str) != found.dtype:  # of another package, and named as bytes of its size
+        return None
     if not found.dtype.itemsize:  # texts of length 0, of which numpy cannot read an array back
         found = found.astype(np.dtype((found.dtype.type, 1)))
     data = base64.b64encode(found.tobytes()).decode()

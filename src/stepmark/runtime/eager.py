@@ -31,10 +31,10 @@ class EagerRuntime:
 
     def numbers(self, values: Sequence[float]) -> Tensor:
         if self.host_memory:
-            return torch.tensor(values, dtype=torch.float32)
+            return torch.tensor(values, dtype=torch.float32, device=self.device)
         if len(set(values)) == 1:  # an operation, where a copy might wait
             return torch.full((len(values),), values[0], dtype=torch.float32, device=self.device)
-        on_host = torch.tensor(values, dtype=torch.float32)
+        on_host = torch.tensor(values, dtype=torch.float32, device="cpu")
         return self.place(on_host.pin_memory() if can_pin(self.device) else on_host)
 
     def write(self, target: Tensor, value: Tensor) -> None:
@@ -147,7 +147,7 @@ def can_pin(device: torch.device) -> bool:
     if device.type in ("cpu", "xla", "mps"):  # mps: its memory is the host's, and pinning gives a tensor on it
         return False
     with suppress(RuntimeError):
-        return torch.empty(1, dtype=torch.uint8, pin_memory=True).is_pinned()
+        return torch.empty(1, dtype=torch.uint8, device="cpu", pin_memory=True).is_pinned()
     return False
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import stepmark
-from stepmark.checkpoint import Checkpointer, SaveHandle
+from stepmark.checkpoint import Checkpointer, SaveHandle, dcp
 from stepmark.checkpoint.operation import Operation
 from stepmark.checkpoint.save import background as background_module
 from stepmark.checkpoint.save import write as saving
@@ -266,6 +266,19 @@ def test_a_process_forked_while_a_save_is_written_can_load(tmp_path: Path, gate:
         gate.open()
 
 
+def test_a_forked_process_saves_and_loads_state_dicts_by_itself(tmp_path: Path, gate: Gate) -> None:
+    def use() -> None:
+        dcp.save({"t": torch.ones(3)}, checkpoint_id=tmp_path / "own")
+        dcp.load(state := {"t": torch.zeros(3)}, checkpoint_id=tmp_path / "own")
+        assert state["t"].tolist() == [1, 1, 1]
+
+    future = dcp.async_save({"t": torch.ones(5)}, checkpoint_id=tmp_path / "parents")
+    gate.open()
+    assert in_a_fork(use) == 0
+    assert future.result() == tmp_path / "parents"
+    assert in_a_fork(use) == 0
+
+
 def test_a_forked_process_cannot_use_its_parents_checkpointer(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"nest": {"t": torch.ones(1 << 20)}})
@@ -277,6 +290,18 @@ def test_a_forked_process_cannot_use_its_parents_checkpointer(tmp_path: Path) ->
 
         assert in_a_fork(use) == 0
     assert [path.name for path in tmp_path.glob("*checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_threads_that_save_state_dicts_at_the_same_time_save_their_own(tmp_path: Path) -> None:
+    def save(number: int) -> Any:
+        state = {"t": torch.full((1 << 16,), float(number))}
+        path = dcp.save(state, checkpoint_id=tmp_path / f"c{number}")
+        dcp.load(state := {"t": torch.zeros(1 << 16)}, checkpoint_id=path)
+        return state["t"].unique().tolist()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(save, range(8))) == [[float(number)] for number in range(8)]
+    assert len(list(tmp_path.iterdir())) == 8
 
 
 def test_threads_that_save_at_the_same_time_save_their_own_steps(tmp_path: Path) -> None:

@@ -6,15 +6,18 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint import Checkpointer, dcp
 from stepmark.checkpoint.save import snapshot as module
 from stepmark.errors import CheckpointError
 from tests.support.gate import CopyGate
@@ -161,7 +164,7 @@ def test_values_are_those_of_the_call(tmp_path: Path, gate: CopyGate, write: Cal
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 def test_an_update_waits_and_takes_no_more_memory(tmp_path: Path, gate: CopyGate, options: dict[str, bool]) -> None:
-    state = State(**options)
+    state, hooks = State(**options), [*_global_optimizer_pre_hooks]  # of dcp, for one
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state.sections)
         state.passes()
@@ -177,7 +180,7 @@ def test_an_update_waits_and_takes_no_more_memory(tmp_path: Path, gate: CopyGate
         updating.join(30)
         assert not same(state.tensors(), before)
         assert [tensor.data_ptr() for tensor in trained] == places
-    assert not _global_optimizer_pre_hooks
+    assert [*_global_optimizer_pre_hooks] == hooks
 
 
 def test_training_with_saves_is_training_without_them(tmp_path: Path) -> None:
@@ -194,18 +197,24 @@ def test_training_with_saves_is_training_without_them(tmp_path: Path) -> None:
     assert same(quiet.tensors(), busy.tensors())
 
 
-def test_only_threads_that_train_free_what_was_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In torch, a write while another thread frees what was frozen reads memory that is gone: an LSTM, an optimizer
-    that changes its mode, or a callback writes at any time."""
-    freed: list[threading.Thread] = []
+@pytest.fixture
+def freed(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The thread that has freed each frozen tensor."""
+    found: list[threading.Thread] = []
     freeze = torch._lazy_clone
 
     def watched(tensor: Tensor) -> Tensor:
         frozen = freeze(tensor)
-        weakref.finalize(frozen, lambda: freed.append(threading.current_thread()))
+        weakref.finalize(frozen, lambda: found.append(threading.current_thread()))
         return frozen
 
     monkeypatch.setattr(torch, "_lazy_clone", watched)
+    return found
+
+
+def test_only_threads_that_train_free_what_was_frozen(tmp_path: Path, freed: list[threading.Thread]) -> None:
+    """In torch, a write while another thread frees what was frozen reads memory that is gone: an LSTM, an optimizer
+    that changes its mode, or a callback writes at any time."""
     state = State()
     with Checkpointer(tmp_path) as checkpointer:
         for step, free in enumerate((state.optimizer.step, checkpointer.wait, lambda: checkpointer.save(3, {}))):
@@ -219,6 +228,21 @@ def test_only_threads_that_train_free_what_was_frozen(tmp_path: Path, monkeypatc
             state.passes()
             free()
             assert freed == [threading.current_thread()] * 10 * 4
+
+
+def test_a_thread_that_trains_frees_what_dcp_has_frozen(tmp_path: Path, freed: list[threading.Thread]) -> None:
+    state = State()
+    saved = dict(zip(("model", "optimizer"), get_state_dict(state.model, state.optimizer), strict=True))
+    loads, saves = (partial(call, checkpoint_id=tmp_path / "c") for call in (dcp.load, dcp.async_save))
+    for call in (state.optimizer.step, partial(loads, {}), partial(saves, saved)):
+        freed.clear()
+        saves(saved).result()
+        assert freed == []
+        call()
+        assert freed == [threading.current_thread()] * 10 * 3
+    freed.clear()
+    dcp.save(saved, checkpoint_id=tmp_path / "c")
+    assert {*freed} == {threading.current_thread()}
 
 
 def save_held(rank: int, folder: Path) -> list[Tensor]:
@@ -264,6 +288,22 @@ def test_memory_that_torch_does_not_guard_is_copied_at_once(tmp_path: Path, gate
         handle.result()
         check_restored(checkpointer, before)
     assert gate.pending == [10 * 4 - 4]
+
+
+def test_what_was_given_away_by_dlpack_is_copied_at_once(tmp_path: Path, gate: CopyGate) -> None:
+    state = State()
+    moments = state.optimizer.state[state.model.clamped]
+    array, other = np.from_dlpack(moments["exp_avg"]), torch.from_dlpack(moments["exp_avg_sq"])
+    before = state.tensors()
+    with Checkpointer(tmp_path) as checkpointer:
+        handle = checkpointer.save(1, state.sections)
+        array[:] = 7
+        other.fill_(7)
+        assert moments["exp_avg"].eq(7).all()
+        gate.open()
+        handle.result()
+        check_restored(checkpointer, before)
+    assert gate.pending == [10 * 4 - 2]
 
 
 def test_only_what_an_optimizer_writes_waits(tmp_path: Path, gate: CopyGate) -> None:

@@ -82,7 +82,7 @@ def _differ(reader: TensorReader, one: ReadTarget, other: ReadTarget) -> bool:
     _, other_begin, other_end = _extent(other.live)
     low = min(begin, other_begin) // _ALIGNED * _ALIGNED
     size, host = max(end, other_end) - low, runtime_for(torch.device("cpu"))
-    memories = [torch.full((size,), value, dtype=torch.uint8) for value in (0, 255)]
+    memories = [torch.full((size,), value, dtype=torch.uint8, device="cpu") for value in (0, 255)]
     for memory in memories:
         reader.fill([replace(one, live=_like(one.live, memory[begin - low : end - low]))], host)
     filled = memories[0] == memories[1]

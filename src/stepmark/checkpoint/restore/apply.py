@@ -91,9 +91,11 @@ def _check_dicts(loaded: Sequence[Any], where: str) -> None:
 
 def _set_hyperparameter(group: dict[str, Any], key: str, value: Any, runtime: Runtime, shared: dict[int, Any]) -> None:
     """`shared`: the values that tensors have got so far. Groups that torch gave one tensor may have different ones."""
-    live = group.get(key)
-    if isinstance(live, Tensor):
-        saved = torch.as_tensor(value, dtype=live.dtype).reshape(live.shape)
+    live: Any = group.get(key)
+    if stays := isinstance(live, Tensor):  # unless a schedule has put a number there that its type lacks
+        saved = torch.as_tensor(value, dtype=live.dtype, device="cpu").reshape(live.shape)
+        stays = isinstance(value, Tensor) or saved.tolist() == value or group.get("capturable") or not live.is_cpu
+    if stays:
         if not saved.equal(shared.setdefault(id(live), saved)):
             group[key] = live = runtime.place(saved.clone()) if live.device.type != "cpu" else saved.clone()
         runtime.write(live, saved)

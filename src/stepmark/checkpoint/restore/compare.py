@@ -61,9 +61,7 @@ def errors_of(plan: ReadPlan, section: Section) -> Iterator[None]:
     except StepmarkError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointDamaged(
-            f"{plan.where}: the values of section {section.name!r} are malformed: {error!r}"
-        ) from error
+        raise CheckpointDamaged(f"{plan.where}: section {section.name!r} has malformed values: {error!r}") from error
 
 
 def _check_kind(plan: ReadPlan, section: Section) -> None:
@@ -128,7 +126,7 @@ def _compare_object(plan: ReadPlan, section: Section) -> None:
     for name in tensor_names(encoded):
         entry = section.entries.get(name)
         if entry is not None and name in section.shards:
-            local = torch.zeros(entry.tensor.shape, dtype=entry.tensor.dtype)
+            local = torch.zeros(entry.tensor.shape, dtype=entry.tensor.dtype, device="cpu")
             tensors[name] = plan.want(section.group, name, local, entry.layout, entry.dtype)
             tensors[name].shard = True
         else:
@@ -262,7 +260,7 @@ class _OptimizerComparison:
 
     def _compare_groups(self, groups: list[dict[str, Any]]) -> None:
         section, saved, plan = self._section, self._saved, self._plan
-        order = []
+        order: list[str] = []
         for index, group in enumerate(groups):
             indices = {saved["members"][name] for name in group.get("params", ())} or {index}
             if len(indices) != 1 or str(min(indices)) not in saved["groups"]:

@@ -186,9 +186,7 @@ class Restorer:
             if other.mismatch:
                 raise CheckpointMismatch(f"rank {rank}: {other.problem}")
         for section, name in sorted(frozenset.intersection(*(other.unexpected for other in outcomes))):
-            error = CheckpointMismatch(
-                f"unexpected tensor {name!r} in {path}: the state passed to restore() does not contain it"
-            )
+            error = CheckpointMismatch(f"unexpected tensor {name!r} in {path}: the state passed to restore() lacks it")
             error.section = section.partition("/")[0]
             raise error
         return plan

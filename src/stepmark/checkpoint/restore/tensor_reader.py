@@ -75,9 +75,9 @@ class ReadTarget:
         """A new local tensor on the host."""
         dtype = torch_dtype(self.dtype)
         if self.shape is not None:
-            return torch.zeros(self.shape, dtype=dtype)
+            return torch.zeros(self.shape, dtype=dtype, device="cpu")  # whatever the program's default is
         assert len(self.layout.parts) == 1
-        return torch.empty(self.layout.parts[0].slice.shape, dtype=dtype)
+        return torch.empty(self.layout.parts[0].slice.shape, dtype=dtype, device="cpu")
 
 
 _Group = list[ReadTarget]  # targets that share one live tensor
@@ -268,7 +268,7 @@ def _finish(groups: list[_Group], jobs: list[Future[None]], size: int, runtime: 
 def _like_on_host(live: Tensor, memory: BufferPool) -> Tensor:
     """Memory for all elements of a device's tensor, for the moment."""
     if live.nbytes < LARGE:
-        return torch.empty(live.shape, dtype=live.dtype)
+        return torch.empty(live.shape, dtype=live.dtype, device="cpu")
     return memory.take(live.nbytes).view(live.dtype).view(live.shape)
 
 

@@ -43,7 +43,7 @@ from stepmark.sharding.views import block_views, host_array, is_row_major
 _CHUNK = 8 << 20  # bytes that a thread copies at a time
 _TORCH: Any = torch._C
 _NEEDED = ("_is_cow_tensor", "_data_address", "_storage_Use_Count")  # no public functions of torch
-_FREEZES = hasattr(torch, "_lazy_clone") and all(hasattr(_TORCH, name) for name in _NEEDED)
+_FREEZES = hasattr(torch, "_lazy_clone") and hasattr(Tensor, "_use_count") and all(hasattr(_TORCH, f) for f in _NEEDED)
 
 
 @dataclass(frozen=True)
@@ -280,9 +280,11 @@ def written_by_optimizers(sections: Sequence[Section]) -> set[tuple[str, str]]:
 def _frozen(tensor: Tensor, *, aliased: bool) -> Tensor | None:
     """A tensor that keeps these values, without a copy as long as nothing is written, through any tensor. None where
     the memory is not torch's own, such as that of a file or shared between processes, or where others may write to it,
-    which torch's copy-on-write does not see. They hold a reference. Where torch has such `aliased` tensors itself, only
-    numpy arrays are told from them: torch fixes the size of their storage."""
-    alone = _references(tensor) <= _references(torch.empty(1))
+    which torch's copy-on-write does not see. They hold a reference, those that it was given to by DLPack to the tensor.
+    Where torch has such `aliased` tensors itself, only numpy arrays are told from them: torch fixes the size of their
+    storage."""
+    alone = _references(tensor) <= _references(torch.empty(1, device="cpu"))
+    alone &= tensor.requires_grad or _TORCH.TensorBase._use_count(tensor) == 1
     if not alone and not (aliased and tensor.untyped_storage().resizable()):
         return None
     try:

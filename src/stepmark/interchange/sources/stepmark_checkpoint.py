@@ -7,12 +7,13 @@ records, and read when they are written elsewhere.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.format.checkpoint_folders import find_checkpoints
 from stepmark.checkpoint.format.integrity import check_integrity, read_values
-from stepmark.checkpoint.format.manifest import ADAPTER, MODEL, OPTIMIZER, Manifest, read_manifest
+from stepmark.checkpoint.format.manifest import ADAPTER, MODEL, OPTIMIZER, STATE, Manifest, read_manifest
 from stepmark.checkpoint.format.read_errors import well_formed
 from stepmark.errors import CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.filesystem.json_values import decode, decode_plain
@@ -65,7 +66,7 @@ def open_stepmark(folder: Path) -> ForeignCheckpoint:
     found.tied = dict(model.get("tied") or {})
     found.architecture = model.get("class")
     found.optimizer = _optimizer(folder, manifest, sections, tensors)
-    found.schedule = _schedule(manifest, sections, found)
+    found.schedule = _schedule(manifest, sections, found, tensors)
     found.lost += _left_out(manifest, sections, found)
     if (folder / TRAINER_STATE).is_file():
         found.trainer_state = read_json(folder / TRAINER_STATE)
@@ -98,23 +99,25 @@ def _optimizer(
     return ForeignOptimizer(groups, states)
 
 
+def _number(stored: Mapping[str, GlobalTensor], name: str) -> int | float:
+    return scalar(stored[name].pieces[0].array, name)
+
+
 def _groups(values: Mapping[str, Any], stored: Mapping[str, GlobalTensor]) -> tuple[list[dict[str, Any]], set[str]]:
     """The groups with names in "params", and all names."""
-
-    def number(name: str) -> int | float:
-        return scalar(stored[name].pieces[0].array, name)
-
     members: dict[str, int] = values["members"]
     groups = []
     for key in sorted(values["groups"], key=int):
-        group = {name: decode(value, number) for name, value in values["groups"][key].items()}
+        group = {name: decode(value, partial(_number, stored)) for name, value in values["groups"][key].items()}
         group |= {name: value for name, value in _SWITCHES.items() if name in group}
         group["params"] = [name for name, index in members.items() if index == int(key)]
         groups.append(group)
     return groups, set(members)
 
 
-def _schedule(manifest: Manifest, sections: Mapping[str, Any], found: ForeignCheckpoint) -> dict[str, Any] | None:
+def _schedule(
+    manifest: Manifest, sections: Mapping[str, Any], found: ForeignCheckpoint, tensors: CheckpointTensors
+) -> dict[str, Any] | None:
     """A schedule's state dict as torch has it: a run's, or that of a custom loop's section; None without one."""
     run = (sections.get(RUN) or {}).get("value") if manifest.sections.get(RUN) == "object" else None
     if isinstance(run, dict) and found.optimizer is not None and "schedule" in run:
@@ -123,7 +126,7 @@ def _schedule(manifest: Manifest, sections: Mapping[str, Any], found: ForeignChe
     for name in _SCHEDULES:
         value = (sections.get(name) or {}).get("value")
         if isinstance(value, dict) and "last_epoch" in value:
-            return dict(decode_plain(value))
+            return dict(decode(value, partial(_number, tensors.group(f"{STATE}/{name}"))))
     return None
 
 
