@@ -576,8 +576,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Closes it. Raises PeerFailed, which names the rank, in place of torch's error about a collective of the block
-        that has lost another rank."""
+        """Closes it. Raises PeerFailed, which names the rank, for torch's error about one that the block has lost."""
         lost = self._group.explain(error)  # now: closing may take longer than the others take to end
         try:
             self.close()

@@ -20,8 +20,7 @@ ON_LAZY_DEVICES = (REENTRANT, "preserve_rng_state")
 
 
 def checkpointing_options(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """`gradient_checkpointing_kwargs` as a mapping. Raises UsageError where it is text that cannot be read, an option
-    is unknown, or its value is."""
+    """`gradient_checkpointing_kwargs` as a mapping. Raises UsageError for text, options or values that are wrong."""
     options = parse_options(FIELD, given)
     for name, value in options.items():
         if name not in CHOICES:

@@ -156,8 +156,7 @@ def sections() -> Mapping[str, list[Field]]:
 
 
 def recipe_schema() -> dict[str, Any]:
-    """A JSON schema of recipes, from which editors complete and check: every field with its types, values, default,
-    description and an example."""
+    """A JSON schema of recipes, for editors: every field with its types, values, default, description and example."""
     fields = {name: field.schema() for name, field in all_fields().items()}
     weight = {"type": "number", "exclusiveMinimum": 0, "description": "Share of the samples, relative to the others'."}
     source = {WEIGHT: weight, **{name: fields[name] for name in SOURCE_FIELDS}}

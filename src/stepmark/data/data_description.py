@@ -1,5 +1,4 @@
-"""What the training data of a run are made of, in plain values: so that a resumption that is refused because they have
-changed can say what has."""
+"""What a run's training data are made of, in plain values: where a resumption is refused, it can say what changed."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ PADDING = -100
 
 
 class SampleRows(NamedTuple):
-    """What `compute_metrics` gets of some samples: nests of arrays with a row for each, or lists with an item for each;
-    None where there is none."""
+    """What `compute_metrics` gets: nests of arrays with a row, or lists with an item, per sample; None without any."""
 
     predictions: Any = None
     labels: Any = None

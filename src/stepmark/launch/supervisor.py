@@ -258,8 +258,7 @@ class _Ranks:
         return environment
 
     def wait(self) -> None:
-        """Returns when all ranks have ended. After the first failure the others have GRACE_SECONDS, after a signal
-        `signal_grace` plus GRACE_SECONDS."""
+        """Returns when all ranks have ended. After the first failure others have GRACE_SECONDS, after a signal more."""
         deadline, pass_on = None, None
         while any(process.poll() is None for process in self._processes):
             self._first_exit = self._first_exit or self._find_failed()

@@ -227,8 +227,7 @@ class LayerGradients(LayerParameters):
 
 
 def in_order(ranks: LogicalRanks, copies: int) -> bool:
-    """Whether each process sends its logical ranks' gradients to be added in their order: not where torch adds those of
-    several copies of the shards."""
+    """Whether each process sends its logical ranks' gradients for ordered sums: not where torch adds several copies."""
     return copies == 1 and (ranks.fixed or ranks.total > ranks.processes)
 
 

@@ -188,8 +188,7 @@ FACTS = ("ranks", "mesh", "device", "device_model")  # of the event "started"
 
 
 def read_configuration(history: History) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a run was given, a recipe's fields or a script's arguments, and the defaults that it had besides; both empty
-    if it has recorded neither."""
+    """What a run was given, fields or arguments, and its other defaults; both empty if it has recorded neither."""
     fields = all_fields()
     try:
         given = parse_yaml(read_file(history.folder / USED_RECIPE).decode())

@@ -100,8 +100,7 @@ def start(device: str = "auto", timeout: float | None = None) -> Context:
 
 
 def backend_for(runtime: Runtime) -> str:
-    """The backend of process groups that send tensors of the device, and of the host. Raises DeviceError where torch
-    knows none for the device."""
+    """The backend of process groups that send tensors of the device, and the host. DeviceError where none is known."""
     if runtime.lazy or runtime.host_memory:
         return "gloo"
     kind = runtime.device.type

@@ -93,8 +93,7 @@ class ExpertLoads:
             self._kept, self._open = None, False
 
     def _kept_tokens(self, micro_batch: MicroBatch) -> Tensor | None:
-        """[rows, 1] or, with an attention mask, [rows, length]. On a lazy device the rows are data in every batch, so
-        that one graph serves all."""
+        """[rows, 1] or, with an attention mask, [rows, length]; data in every batch: one lazy graph serves all."""
         inputs: Any = micro_batch.inputs
         kept, rows = None, rows_of(inputs)
         if micro_batch.filled or self._runtime.lazy:

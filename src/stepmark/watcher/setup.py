@@ -179,8 +179,7 @@ def check_functions(request: Request) -> None:
 
 
 def _metrics_of(request: Request, recipe: Recipe | None) -> str | None:
-    """The metrics function: that of the run's recipe, unless another, or none, was given. Raises UsageError where the
-    run's cannot be imported."""
+    """The metrics function: the run's recipe's, unless another, or none, was given. UsageError where it is missing."""
     if request.metrics is not None:
         return None if request.metrics == NO_METRICS else request.metrics
     named = None if recipe is None else recipe.evaluation.metrics

@@ -216,8 +216,7 @@ class DataLoader:
             yield begin.epoch, ranks
 
     def announce_epoch(self) -> None:
-        """Tells the dataset the epoch of the next step, from 0, where it has a `set_epoch`. What that draws depends on
-        seed and epoch alone."""
+        """Tells the dataset the next step's epoch, from 0, where it has a `set_epoch`: that draws by seed and epoch."""
         epoch = self._epoch.begin(self._position).epoch
         if hasattr(self.dataset, "set_epoch"):
             with seeded_generators((self.seed, epoch, 0)):

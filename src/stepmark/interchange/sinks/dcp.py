@@ -71,8 +71,7 @@ class _Writer:
     _known: dict[int, tuple[Any, str, list[_Index]]] = field(default_factory=dict)  # tensors written, their records
 
     def add(self, path: Path, value: Any) -> None:
-        """A tensor, or a plain value, at the end of a path of keys. A dict, and a list of dicts, is no value but a part
-        of the path, as torch has it."""
+        """A tensor, or a plain value, at the end of a path of keys. Dicts, and lists of dicts, are part of the path."""
         if isinstance(value, Mapping):
             for key, item in value.items():
                 self.add((*path, str(key)), item)

@@ -34,8 +34,7 @@ def prepare(model: Any, stored: Stored, config: Any) -> dict[str, StoredSource]:
 
 
 def take_names(model: Any, stored: Stored, config: Any, wanted: Mapping[str, Tensor]) -> Named:
-    """The stored tensors by the model's names: with transformers' renamings, joined as its conversions say, and the
-    base model's prefix or not."""
+    """The stored tensors by the model's names, as transformers renames and joins them, and the base model's prefix."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     mapping = config.weight_mapping or []

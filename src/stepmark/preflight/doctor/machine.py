@@ -99,8 +99,7 @@ def _address(world: World) -> Finding:
 
 
 def _interfaces(ranks: int) -> Iterator[Finding]:
-    """Network interfaces that are named and not there. NCCL takes beginnings of names, `=` before whole ones, and `^`
-    before those that are left out."""
+    """Network interfaces that are named and not there; NCCL takes beginnings, `=` whole names, `^` those left out."""
     here = [name for _, name in socket.if_nameindex()]
     for variable in INTERFACES:
         text = os.environ.get(variable, "")

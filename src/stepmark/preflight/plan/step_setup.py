@@ -1,5 +1,4 @@
-"""The settings that determine the memory of a rank over a training step, and in a pipeline what arrives from other
-ranks and which pass is running."""
+"""What determines a rank's memory over a training step, and what arrives in a pipeline, and which pass is running."""
 
 from __future__ import annotations
 

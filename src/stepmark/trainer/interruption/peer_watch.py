@@ -20,8 +20,7 @@ from stepmark.trainer.run_folder.status import STUCK
 
 
 class HangDetectors:
-    """The watches over the ranks of a Trainer's runs, one for each. The first begins with the Trainer where other ranks
-    may wait for this one."""
+    """The watches over the ranks of a Trainer's runs. The first begins with the Trainer: ranks may wait for it."""
 
     def __init__(self, mesh: Mesh, callbacks: RunCallbacks) -> None:
         self._mesh, self._callbacks = mesh, callbacks
