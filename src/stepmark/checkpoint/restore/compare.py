@@ -72,8 +72,7 @@ def _check_kind(plan: ReadPlan, section: Section) -> None:
             "run can resume from it"
         )
     if kind is None:
-        why = f"{where} holds no section {name!r}; it has {', '.join(sorted(plan.manifest.sections))}"
-        raise CheckpointMismatch(why)
+        raise CheckpointMismatch(f"{where} has no section {name!r}; it has {', '.join(sorted(plan.manifest.sections))}")
     if kind != section.kind and {kind, section.kind} != {"optimizer", "named"}:
         raise CheckpointMismatch(f"section {name!r} was saved from a {kind} in {where}, but is a {section.kind} here")
 
@@ -184,8 +183,7 @@ class _OptimizerComparison:
         live = tensors_by_parameter(section.entries, state)
         was, now = saved.get("class"), section.values.get("class")
         if was is not None and now is not None and was != now and not section.entries:
-            why = f"section {section.name!r} was saved from {was} in {plan.where}, but is {now} here"
-            raise CheckpointMismatch(why)
+            raise CheckpointMismatch(f"section {section.name!r} was saved from {was} in {plan.where} but is {now} here")
         if live and not stored:
             self._check_hyperparameters(groups)
         for name in state:
@@ -262,11 +260,10 @@ class _OptimizerComparison:
         section, saved, plan = self._section, self._saved, self._plan
         order: list[str] = []
         for index, group in enumerate(groups):
-            indices = {saved["members"][name] for name in group.get("params", ())} or {index}
-            if len(indices) != 1 or str(min(indices)) not in saved["groups"]:
-                why = f"section {section.name!r}: the parameters of group {index} are in several groups in {plan.where}"
-                raise CheckpointMismatch(why)
-            order.append(str(indices.pop()))
+            key, *others = {str(saved["members"][name]) for name in group.get("params", ())} or {str(index)}
+            if others or key not in saved["groups"] or (key in order and group.get("params")):
+                raise CheckpointMismatch(f"{section.name!r}: group {index} has other parameters in {plan.where}")
+            order.append(key)
         encoded = [saved["groups"][key] for key in order]
         plan.expected.update((section.group, name) for name in section.entries if name.startswith("param_groups/"))
         where = f"{plan.where}: the groups of section {section.name!r}"
