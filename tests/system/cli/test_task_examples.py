@@ -1,10 +1,13 @@
-"""The examples of classification and question answering: they learn, and continue bit for bit."""
+"""The examples of classification, question answering and a notebook: they learn, and continue bit for bit."""
 
 from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from examples import classification, question_answering
 from stepmark import read_metrics
 from tests.support.run_folders import read_losses
 
+ROOT = Path(__file__).resolve().parents[3]
 WORDS = [
     "good",
     "bad",
@@ -127,3 +131,19 @@ def test_answers_are_marked_by_their_tokens(model: Path, tmp_path: Path, monkeyp
     marked = [row["input_ids"][row["start_positions"] : row["end_positions"] + 1] for row in seen]
     assert len(marked) > 36  # windows, of as many rows
     assert {tuple(each) for each in marked} == {(known[name],) for name in ("ann", "bob", "cat", "[CLS]")}
+
+
+def test_the_notebook_ends_with_the_weights_of_a_run_that_nobody_stopped(tmp_path: Path) -> None:
+    """Its cells as a script, in one process as in a kernel."""
+    cells = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())["cells"]
+    assert not any(cell.get("outputs") for cell in cells)
+    code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    command = re.findall(r"^!(.+)$", code, re.MULTILINE)
+    (tmp_path / "cells.py").write_text(re.sub(r"^!.+$", "", code, flags=re.MULTILINE))
+    ran = subprocess.run([sys.executable, "cells.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "the run has ended with exit code 75\nthe same weights: True\n"
+    assert re.search(r"stopped after step (\d+), checkpoint-\1 is saved", ran.stderr)
+    assert command == ["stepmark report runs"]
+    subprocess.run([sys.executable, "-m", *command[0].split()], cwd=tmp_path, check=True, timeout=120)
+    assert (tmp_path / "runs" / "report.html").is_file()
