@@ -152,6 +152,8 @@ def test_options_as_text() -> None:
     }
     with pytest.raises(UsageError, match=r"^f: should be name=value pairs"):
         parse_options("f", "momentum")
+    with pytest.raises(UsageError, match="each name once .* 'momentum=0.5'"):
+        parse_options("f", "momentum=0.9, momentum=0.5")
     with pytest.raises(UsageError, match=r"^f: cannot read 'a=\['"):
         parse_options("f", "a=[")
 

@@ -61,8 +61,8 @@ def parse_options(field: str, text: Mapping[str, Any] | str | None) -> dict[str,
     options: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, separator, value = part.partition("=")
-        if not separator:
-            raise UsageError(f"{field}: should be name=value pairs with commas between, and has {part!r}")
+        if not separator or key.strip() in options:
+            raise UsageError(f"{field}: should be name=value pairs, each name once and commas between; has {part!r}")
         try:
             options[key.strip()] = parse_yaml(value)
         except ValueError as error:
