@@ -478,7 +478,8 @@ def check_same_run(source: Place, destination: Place, steps: list[int], replaced
     if not (own and other):
         own, other = _identity(source, steps), _identity(destination, there)
     if own and other and own != other:
-        raise CheckpointError(f"{destination.address} has checkpoints of another run; name another destination")
+        both = f"{destination.address} has checkpoints of another run than {source.address}"
+        raise CheckpointError(f"{both}; move those of one away, or name another destination")
 
 
 def _identity(place: Place, steps: list[int]) -> Any:
