@@ -193,7 +193,7 @@ def test_checkpoints_of_two_runs_are_not_mixed(proxy: Proxy, tmp_path: Path, kin
     there = address(proxy, kind, tmp_path / "there")
     copied(tmp_path / "one", there)
     copied(tmp_path / "again", there)
-    with pytest.raises(CheckpointError, match="has checkpoints of another run than .*; move those of one away, or name another"):
+    with pytest.raises(CheckpointError, match="of another run than .*; move those of one away, or name another"):
         copied(tmp_path / "other", there)
     for name, step in (("one", 5), ("later", 8)):  # of the same data and seed, begun at another time
         (tmp_path / name).mkdir(exist_ok=True)
@@ -201,7 +201,7 @@ def test_checkpoints_of_two_runs_are_not_mixed(proxy: Proxy, tmp_path: Path, kin
     copied(tmp_path / "one", there)
     with Checkpointer(tmp_path / "later") as checkpointer:
         checkpointer.save(8, {"nest": {"step": 8}}, metadata={"identity": {"seed": 1}}, block=True)
-    with pytest.raises(CheckpointError, match="has checkpoints of another run than .*; move those of one away, or name another"):
+    with pytest.raises(CheckpointError, match="of another run than .*; move those of one away, or name another"):
         copied(tmp_path / "later", there)
 
 
