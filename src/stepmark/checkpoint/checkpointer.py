@@ -37,7 +37,7 @@ from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, read_manifes
 from stepmark.checkpoint.host_memory import StagingMemory, free_host_memory, shortage
 from stepmark.checkpoint.mirror import Mirror
 from stepmark.checkpoint.operation import Operation, SaveHandle
-from stepmark.checkpoint.restore.restore import Accept, Restored, Restorer
+from stepmark.checkpoint.restore.restore import Accept, Restored, Restorer, newest_of_both
 from stepmark.checkpoint.retention_policies import KeepLast, Retention
 from stepmark.checkpoint.save.background import Background
 from stepmark.checkpoint.save.commit import Commit, values_to_bytes
@@ -55,7 +55,7 @@ from stepmark.checkpoint.save.snapshot import PendingCopies, begin_copies, exten
 from stepmark.checkpoint.save.write import SaveWriter
 from stepmark.checkpoint.sections import check_state, describe, runtime_of
 from stepmark.checkpoint.timestamps import TimestampSource
-from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
+from stepmark.errors import CheckpointError, CheckpointNotFound, UsageError
 from stepmark.filesystem.cache_folder import working_folder
 from stepmark.filesystem.json_values import decode_plain
 from stepmark.filesystem.local_paths import address_of
@@ -379,24 +379,12 @@ class Checkpointer:
                     self._timed_group, operation, threads, alone, self._timestamps, self._runtime, accept
                 )
                 if checkpoint is None:
-                    return self._restore_newest(restorer, state, board)
+                    find = partial(checkpoints_to_restore, self.folder)
+                    ask = partial(self._timed_group.ask_first, find, "looking for checkpoints", board=board)
+                    return newest_of_both(lambda: restorer.newest(ask(), state), partial(self._fetch, board))
                 path = self._resolve(checkpoint)
                 with self._lease_on(path):
                     return restorer.named(path, state)
-
-    def _restore_newest(self, restorer: Restorer, state: Mapping[str, Any], board: StatusBoard) -> Restored | None:
-        """Of the folder; an address may have a whole one where the newest in the folder is corrupted."""
-
-        def newest() -> Restored | None:
-            find = partial(checkpoints_to_restore, self.folder)
-            return restorer.newest(self._timed_group.ask_first(find, "looking for checkpoints", board=board), state)
-
-        try:
-            restored, again = newest(), self._fetch(board)
-        except CheckpointDamaged:
-            if not (again := self._fetch(board, damaged=True)):
-                raise
-        return newest() if again else restored
 
     def _fetch(self, board: StatusBoard, *, damaged: bool = False) -> bool:
         """Whether the address had a newer one, which is in the folder then. Collective."""

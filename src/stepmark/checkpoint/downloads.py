@@ -64,7 +64,8 @@ def download(
 
 
 def checkpoint_copy(address: str, needs: Callable[[Path], set[int]] = lambda path: set()) -> Path:
-    """The checkpoint at an address, or its run's newest, in the cache, with those that `needs(path)`. As `download`."""
+    """The checkpoint at an address, or the newest of the run there, in the cache; with those that `needs(path)` names.
+    Raises as `download`."""
     place, _ = place_of(address)
     with explained(address), _folder_of(place.address) as folder:
         path = download(address, folder)

@@ -86,7 +86,7 @@ class Mirror:
     # Before training
 
     def open(self) -> list[int]:
-        """Claims the place; returns its steps, newest first. Raises CheckpointBusy or OSError: call it again."""
+        """Claims the place; returns its steps, newest first. Raises CheckpointBusy or OSError; may be called again."""
         if self._claim is None:
             self._owning = self._place.owning()
             self._claim = self._owning.__enter__()
@@ -104,10 +104,7 @@ class Mirror:
                 logger.warning("%s is left: the run went back elsewhere", checkpoint_path(self.folder, own[0]))
                 self._source.set_aside(own.pop(0), LEFT)
             if own and own[0] >= step and not damaged:
-                self._fetch_older(self._needs(checkpoint_path(self.folder, own[0])).intersection(there).difference(own))
-                if lost := {name for name in ("metrics.jsonl", "events.jsonl") if not (self.folder / name).exists()}:
-                    logs = {name: each for name, each in self._place.own_others().items() if name in lost}
-                    copy_others(self._place, self._source, logs, unless_there=False)
+                self._fetch_lost(there, own)
                 break
             say(f"downloading checkpoint-{step} from {self.address}")
             path = checkpoint_path(self.folder, step)
@@ -129,14 +126,20 @@ class Mirror:
                 break
         else:
             if failed and (damaged or not own):
-                what = (
-                    f"none of the {len(failed)} checkpoints in {self.address} is complete; the newest: {failed[0][1]}"
-                )
-                raise CheckpointDamaged(f"{what}; to start from scratch, name another place")
+                what = f"none of the {len(failed)} checkpoints in {self.address} is complete; "
+                what += f"the newest: {failed[0][1]}; to start from scratch, name another place"
+                raise CheckpointDamaged(what)
         for step, why in failed:
             logger.warning("%s; it is set aside", why)
             self._place.set_aside(step, DAMAGED)
         return found
+
+    def _fetch_lost(self, there: list[int], own: list[int]) -> None:
+        """What the newest checkpoint in the folder needs, and logs, that are only there."""
+        self._fetch_older(self._needs(checkpoint_path(self.folder, own[0])).intersection(there).difference(own))
+        if lost := {name for name in ("metrics.jsonl", "events.jsonl") if not (self.folder / name).exists()}:
+            logs = {name: each for name, each in self._place.own_others().items() if name in lost}
+            copy_others(self._place, self._source, logs, unless_there=False)
 
     def _fetch_older(self, steps: set[int]) -> None:
         for step in steps:

@@ -72,7 +72,7 @@ class Other(NamedTuple):
 
 
 class FolderPlace:
-    """A run's folder on this machine, whose manifests have the files' names. Its errors are OSErrors."""
+    """A run's folder on this machine. What cannot be read or written raises OSError."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -483,7 +483,7 @@ def check_same_run(source: Place, destination: Place, steps: list[int], replaced
 
 
 def _identity(place: Place, steps: list[int]) -> Any:
-    """Of the run, as its newest checkpoint says that can be read."""
+    """The run's identity, by its newest checkpoint that can be read."""
     for step in steps:
         with suppress(CheckpointError, FileNotFoundError):
             return manifest_of(place, step)[1].identity
@@ -491,7 +491,7 @@ def _identity(place: Place, steps: list[int]) -> Any:
 
 
 def _first_event(place: Place) -> Any:
-    """Of a run's log, with its time, so that no other run has it; b"" where there is none."""
+    """The first line of a run's events: its time is no other run's. Empty where there are none."""
     with suppress(FileNotFoundError):
         return place.read("events.jsonl").partition(b"\n")[0]
     return b""

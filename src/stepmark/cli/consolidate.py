@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Writes the folder, reports it, returns 0. Raises as `consolidate`, and UsageError for a flag without its own."""
+    """Writes the folder, reports it, returns 0. Raises as `consolidate`, and UsageError where a flag needs another."""
     from stepmark.cli.foreign_checkpoints import consolidate_foreign, is_foreign
     from stepmark.cli.progress import BytesProgress
     from stepmark.model_folder.consolidate import consolidate

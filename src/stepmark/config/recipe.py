@@ -193,7 +193,7 @@ def read_recipe(path: str | None, flags: Mapping[str, str]) -> Recipe:
 
 @contextlib.contextmanager
 def kept_text(path: str | None) -> Iterator[None]:
-    """Inside the block, processes that are started read the recipe as it is now: a restart trains no edited one."""
+    """Inside the block, processes that are started read the recipe as it is now: restarts ignore later edits."""
     text = _text_of(path) if path is not None else ""
     if path is not None and len(text.encode()) < _LONGEST:
         os.environ[_TEXT] = f"{Path(path).absolute()}\n{text}"

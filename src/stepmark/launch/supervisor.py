@@ -258,7 +258,8 @@ class _Ranks:
         return environment
 
     def wait(self) -> None:
-        """Returns when all ranks have ended. After the first failure others have GRACE_SECONDS, after a signal more."""
+        """Returns when all ranks have ended. After the first failure the others have GRACE_SECONDS, after a signal
+        `signal_grace` more. Ranks that have not heard of it, as while they join, get SIGTERM."""
         deadline, pass_on = None, None
         while any(process.poll() is None for process in self._processes):
             self._first_exit = self._first_exit or self._find_failed()

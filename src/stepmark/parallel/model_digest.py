@@ -94,7 +94,7 @@ def _row_numbers(box: Box, shape: tuple[int, ...]) -> Tensor:
 
 
 def _words(matrix: Tensor, first: int, size: int) -> tuple[Callable[[int, int], Tensor], Tensor]:
-    """Rows from one number to another as int64, and their columns' factors. `first`: the number of the first column."""
+    """Rows as int64, and the factors of their columns. `first`: the number of the matrix's first column."""
     each, columns = WORD // size, matrix.shape[1]
     if first % each == 0 and columns % each == 0:
         words = matrix.contiguous().view(torch.int64)

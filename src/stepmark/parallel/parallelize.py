@@ -143,7 +143,7 @@ def parallelize(
 
 
 def _agree_on_adapters(model: nn.Module, mesh: Mesh) -> None:
-    """Makes adapters, which each rank may have drawn, equal on all ranks. Collective if there are any."""
+    """Makes adapters, which each rank may have drawn for itself, equal on all ranks. Collective if there are any."""
     trained = nn.ParameterList([each for each in model.parameters() if each.requires_grad and not each.is_meta])
     if not any(map(is_wrapper, model.modules())):
         return

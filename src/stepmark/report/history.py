@@ -107,7 +107,7 @@ class History:
 
     @property
     def state(self) -> str:
-        """The run's status; of a "running" one also "not running" (its heartbeat has stopped), or "stuck" (a rank)."""
+        """The run's status; for "running" also "not running" (no heartbeat) or "stuck" (a rank does not go on)."""
         state = str(self.status.get("state") or "unknown")
         if state == RUNNING and self.liveness and not self.liveness.alive:
             return NOT_RUNNING

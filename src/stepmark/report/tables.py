@@ -188,7 +188,7 @@ FACTS = ("ranks", "mesh", "device", "device_model")  # of the event "started"
 
 
 def read_configuration(history: History) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a run was given, fields or arguments, and its other defaults; both empty if it has recorded neither."""
+    """The fields or arguments that a run was given, and its defaults for others; both empty if it recorded none."""
     fields = all_fields()
     try:
         given = parse_yaml(read_file(history.folder / USED_RECIPE).decode())

@@ -102,7 +102,7 @@ class Runtime(Protocol):
         Without `own`, those that `to_host` has made are left out. Waits for nothing."""
 
     def memory(self) -> DeviceMemory | None:
-        """Memory use as the device's allocator counts it; None where there is none, or on the host. Does not wait."""
+        """Memory use as the device's allocator counts it; None where none does. Does not wait for the device."""
 
 
 def has_addresses(device: torch.device) -> bool:

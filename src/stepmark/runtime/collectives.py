@@ -184,7 +184,7 @@ class GroupCollectives:
         return _Started(works, finish)
 
     def exchange_shards(self, tensor: Tensor, senders: Collection[int]) -> dict[int, Tensor]:
-        """What each rank of `senders` has for this one: shards along dim 0, of whose type and shape all pass one."""
+        """What each rank of `senders` has for this rank: shards along dim 0. The others pass one of that shape."""
         own = [tensor] if self.rank in senders else []
         shard = self.own_shard(tensor)
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -195,7 +195,7 @@ class GroupCollectives:
     def _send_shards(
         self, sent: Sequence[Tensor], received: Mapping[int, list[Tensor]], like: Tensor
     ) -> list[dist.Work]:
-        """Sends each other rank its shards, and receives its own. `like`: of the type and shape of what is sent."""
+        """Sends each other rank its shards, and receives this rank's. `like`: a tensor like those that are sent."""
         if self._between_hosts(like):
             return self._exchange(
                 received.__getitem__, lambda rank: [self._shard(tensor, rank) for tensor in sent], REDUCED

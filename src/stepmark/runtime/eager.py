@@ -121,7 +121,7 @@ def _memory_of(device: torch.device) -> int | None:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Inside the block, anything may be drawn on host and accelerator: afterwards generators are where they were."""
+    """Inside the block, code may draw on host and accelerator; afterwards the generators are where they were."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     here, kind = ([], "cuda") if accelerator is None else ([torch.accelerator.current_device_index()], accelerator.type)
     with torch.random.fork_rng(devices=here, device_type=kind):

@@ -41,6 +41,6 @@ def annotate_replication(tensor: Tensor, replication: Replication) -> None:
 
 
 def replication_of(tensor: Tensor, axis_size: int) -> Replication:
-    """What `annotate_replication` recorded; by default one replica if sharded, else `axis_size` with the gradients."""
+    """What `annotate_replication` recorded; by default one replica if sharded, else `axis_size` of them."""
     replication = getattr(tensor, _ATTRIBUTE, None)
     return replication or Replication(axis_size if layout_of(tensor) is None else 1)

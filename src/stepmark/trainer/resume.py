@@ -147,7 +147,7 @@ def _keep_arithmetic(saved: Mapping[str, Any], mesh: Mesh) -> None:
 
 
 def _saved_ranks(checkpointer: Checkpointer, resume: bool | str, snapshot: Path | None) -> int | None:
-    """The logical ranks of what is gone on from; None where each needs a process, or it is unreadable (told later)."""
+    """The logical ranks of what is gone on from; None where each needs a process, or it cannot be read."""
     path = Path(resume) if isinstance(resume, str) else snapshot or next(iter(checkpoints(checkpointer.folder)), None)
     if path is None:
         return None

@@ -117,7 +117,7 @@ class RunHooks:
             trainer._saved.collect(trainer.save_model)
 
     def write_files(self, folder: Path) -> Action:
-        """Adds a run's files to a checkpoint's folder, on rank 0. Returns what completes them: history may be long."""
+        """Adds a run's files to a checkpoint's folder, on rank 0. Returns what completes them later."""
         trainer = self._trainer
         trainer._saved.add_to(folder, trainer._saved_processing)
         for write in trainer.checkpoint_files:

@@ -390,7 +390,7 @@ class Trainer:
         return Accelerator(self)
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Sets `_signature_columns`, columns of samples that `remove_unused_columns` keeps; a subclass may set more."""
+        """Sets `_signature_columns`: what `remove_unused_columns` keeps of samples. A subclass may set others."""
         if self._signature_columns is None:
             columns = model_columns(self.model, self._loss.labels)
             self._signature_columns = None if columns is None else sorted(columns)

@@ -16,13 +16,13 @@ from transformers.trainer_callback import TrainerControl
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.coordination.shared_memory import is_in_memory
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, step_of
-from stepmark.checkpoint.restore.restore import Restored
+from stepmark.checkpoint.restore.restore import Restored, newest_of_both
 from stepmark.checkpoint.sections import describe
 from stepmark.data.loader.batch import StepBatch
 from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.own_state import generators_kept_by
 from stepmark.data.loader.prefetcher import DevicePrefetcher
-from stepmark.errors import CheckpointDamaged, DataError, PeerLost, TrainingDiverged, UsageError
+from stepmark.errors import DataError, PeerLost, TrainingDiverged, UsageError
 from stepmark.filesystem.json_files import finite_number
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.launch.step_board import StepPlace, show_step
@@ -215,14 +215,10 @@ class TrainingLoop:
         if resume:
             named = Path(resume) if isinstance(resume, str) else None
             named = self._snapshots.newest(self._parts.identity) if named is None else named
-            try:
+            if named is None:
+                restored = newest_of_both(partial(self._restore, None), self._mirror.fetch)
+            else:
                 restored = self._restore(named)
-                again = named is None and self._mirror.fetch()  # what was the newest in the folder is corrupted
-            except CheckpointDamaged:
-                if named is not None or not (again := self._mirror.fetch(damaged=True)):
-                    raise
-            if again:
-                restored = self._restore(None)
         self._snapshots.goes_on(None if restored is None else restored.path)
         if self._ends and self._parts.context.host.broadcast(status.state in (None, DONE)):
             self._ends = self._callbacks.out_of_patience()  # else it is to go on, as after a stop at a time limit

@@ -75,7 +75,7 @@ def has_known_loss(model: nn.Module) -> bool:
 
 
 def declared(name: str, values: tuple[Any, Any], owners: Iterable[Any]) -> Any:
-    """The attribute of the first of some objects that has it; None without any. UsageError for none of the `values`."""
+    """The attribute `name` of the first of `owners` that has one, or None. Raises UsageError if not in `values`."""
     found = next((each for owner in owners if (each := getattr(owner, name, None)) is not None), None)
     if found not in (None, *values):
         raise UsageError(f"{name}: should be {values[0]} or {values[1]}, and is {found!r}")

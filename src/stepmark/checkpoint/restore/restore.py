@@ -225,7 +225,7 @@ class Restorer:
 
 
 def _check_same(outcomes: Sequence[RestoreOutcome], path: Path) -> None:
-    """Raises CheckpointError, on all ranks, where they have read different manifests, as of different file systems."""
+    """Raises CheckpointError, on all ranks, where they have read different manifests."""
     seen = [(rank, outcome.save) for rank, outcome in enumerate(outcomes) if outcome.save is not None]
     for rank, save in seen[1:]:
         if save != seen[0][1]:
@@ -233,3 +233,14 @@ def _check_same(outcomes: Sequence[RestoreOutcome], path: Path) -> None:
                 f"ranks {seen[0][0]} and {rank} see different checkpoints as {path}, of saves {seen[0][1]} and {save}: "
                 "give every rank the same path, and mount the same file system there on every node"
             )
+
+
+def newest_of_both(restore: Callable[[], Restored | None], fetch: Callable[..., bool]) -> Restored | None:
+    """Restores the newest whole checkpoint of a folder and an address, from which `fetch` downloads a newer one, or a
+    whole one where those in the folder are `damaged`."""
+    try:
+        restored, again = restore(), fetch()
+    except CheckpointDamaged:
+        if not (again := fetch(damaged=True)):
+            raise
+    return restore() if again else restored

@@ -216,7 +216,7 @@ class DataLoader:
             yield begin.epoch, ranks
 
     def announce_epoch(self) -> None:
-        """Tells the dataset the next step's epoch, from 0, where it has a `set_epoch`: that draws by seed and epoch."""
+        """Tells a dataset with `set_epoch` the next step's epoch, from 0: it draws by seed and epoch alone."""
         epoch = self._epoch.begin(self._position).epoch
         if hasattr(self.dataset, "set_epoch"):
             with seeded_generators((self.seed, epoch, 0)):

@@ -398,7 +398,8 @@ class ShardAccumulator:
         parameter.grad = None
 
     def collect(self) -> None:
-        """Ends a backward pass. Raises UsageError where one was set in it, or not those of the logical rank before."""
+        """Ends a backward pass. Raises UsageError where a gradient was set in it, or other parameters have one than
+        with the logical rank before."""
         for layer in self._layers:
             layer.pass_ended()
         if self._arrived[-1] != self._arrived[0]:

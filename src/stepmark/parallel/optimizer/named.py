@@ -303,7 +303,7 @@ class NamedOptimizer:
         return states
 
     def named_groups(self) -> list[dict[str, Any]]:
-        """The groups' plain hyperparameters, with all parameters' names for tensors. Raises UsageError as `step`."""
+        """The groups' plain hyperparameters, with names in place of parameters. Raises UsageError as `step`."""
         self.check_groups()
         return [
             {key: list(names) if key == "params" else to_python(value) for key, value in group.items()}

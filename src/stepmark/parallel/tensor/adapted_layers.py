@@ -102,7 +102,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def called_models(model: Any) -> list[nn.Module]:
-    """The modules by which a model is called. A PeftModel calls the inner model's `forward`, which runs no hooks."""
+    """The modules by which a model is called. A PeftModel calls the inner model's `forward`, without its hooks."""
     inner = unwrapped(model)
     return [inner] if inner is model else [inner, model.base_model]
 

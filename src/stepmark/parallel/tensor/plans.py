@@ -241,7 +241,7 @@ def is_covered(name: str, styles: Container[str]) -> bool:
 
 
 def shard(shape: Shape, dim: int, rank: int, size: int, packed: int = 1, copies: int = 1) -> Placement:
-    """This rank's equal shard along `dim`, of each of `packed` projections, which `copies` neighbours share."""
+    """This rank's equal shard along `dim`, of each of `packed` projections; `copies` neighbouring ranks have it."""
     dim %= len(shape)
     width = shape[dim] // packed
     part = width * copies // size

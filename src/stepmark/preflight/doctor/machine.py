@@ -99,7 +99,7 @@ def _address(world: World) -> Finding:
 
 
 def _interfaces(ranks: int) -> Iterator[Finding]:
-    """Network interfaces that are named and not there; NCCL takes beginnings, `=` whole names, `^` those left out."""
+    """Network interfaces that are named and not there; NCCL takes prefixes, `=` for whole names, `^` to exclude."""
     here = [name for _, name in socket.if_nameindex()]
     for variable in INTERFACES:
         text = os.environ.get(variable, "")
@@ -259,7 +259,7 @@ def _native() -> Iterator[Finding]:
 
 
 def _packages_of(kind: str) -> list[str]:
-    """The installed packages that torch loads as backends, with versions: one has brought a device not torch's own."""
+    """The installed packages that torch loads as backends, with versions: a device that is not torch's is of one."""
     if torch._C._get_privateuse1_backend_name() != kind:
         return []
     loaded = {point.dist for point in entry_points(group="torch.backends") if point.dist is not None}

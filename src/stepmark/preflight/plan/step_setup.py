@@ -1,4 +1,4 @@
-"""What determines a rank's memory over a training step, and what arrives in a pipeline, and which pass is running."""
+"""What a rank's memory over a step depends on; in a pipeline, what arrives from other ranks, and the running pass."""
 
 from __future__ import annotations
 

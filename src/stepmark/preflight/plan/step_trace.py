@@ -243,7 +243,7 @@ class WatchedLoss(MicroBatchLoss):
 
 
 def _watch(optimizer: NamedOptimizer, parameters: list[nn.Parameter], tracker: AllocationTracker) -> None:
-    """Makes the optimizer's update, and its gradients' reduction, windows of the tracker, which sees what they hold."""
+    """Makes the update, and the reduction of its gradients, windows of the tracker: it learns which memory they use."""
     make, update = optimizer.gradients, optimizer.step
 
     def gradients(*args: Any, **options: Any) -> GradientReducer:

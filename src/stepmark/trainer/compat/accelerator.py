@@ -106,7 +106,7 @@ class Accelerator:
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, **_: Any) -> nn.Module:
-        """The model itself: nothing is wrapped around it, but by a program."""
+        """The model inside of what a program has wrapped around it; Stepmark wraps nothing around it."""
         return model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
 
     def prepare_model(

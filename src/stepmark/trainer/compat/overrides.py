@@ -74,7 +74,7 @@ def own_methods(base: type) -> dict[str, Any]:
 
 
 class Replaceable:
-    """A property that is only read, which an instance or subclass may replace by an attribute, as losses often are."""
+    """A property that is only read, which an instance or subclass may replace by an attribute of its own."""
 
     def __init__(self, get: Callable[[Any], Any], doc: str) -> None:
         self._get, self.__doc__ = get, doc
@@ -127,7 +127,7 @@ def call_sampler(trainer: Any) -> Sampler[int] | None:
 
 
 def sampler_of(dataset: Any, strategy: str) -> Sampler[int]:
-    """A sampler that means a `train_sampling_strategy`, for a subclass that calls the Trainer's own, or UsageError."""
+    """The sampler of a `train_sampling_strategy`, for a subclass that calls the Trainer's own. Raises UsageError."""
     if strategy == GROUP_BY_LENGTH:
         raise UsageError(
             "train_sampling_strategy: group_by_length has no sampler that _get_train_sampler could return; choose "

@@ -213,7 +213,7 @@ class MemorySnapshots:
 
 
 def _check_room(memory: Path, needed: int) -> None:
-    """Raises StepmarkError where shared memory, or this machine's or container's, is too small for such a run."""
+    """Raises StepmarkError where shared memory, or the memory of this machine or container, is too small."""
     from stepmark.checkpoint.host_memory import free_host_memory, shortage
     from stepmark.checkpoint.save.request import SLACK
 

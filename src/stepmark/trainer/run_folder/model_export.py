@@ -225,7 +225,7 @@ class SavedModel:
         alone: bool = False,
         state: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """As `write_model`; for a checkpoint without weights, which has that. Collective, unless rank 0 is `alone`."""
+        """As `write_model`, without the weights, which the checkpoint has. Collective, unless rank 0 is `alone`."""
         if self._collecting and folder == self._folder:
             if self._rank == 0:
                 write_model_files(folder, self.module, processing_class)
@@ -258,7 +258,7 @@ class SavedModel:
             self._waiting.append(folder.rename(self._taken))
 
     def add_to(self, checkpoint: Path, processing_class: Any) -> None:
-        """Adds the files to a checkpoint: those collected for it but the weights, or the usual ones, and the taken."""
+        """Adds the collected files, or else the usual ones, without weights, and those that were taken."""
         if self._folder not in self._waiting:
             write_model_files(checkpoint, self.module, processing_class)
         own = MODEL, getattr(self.module, "tensor_group", MODEL)

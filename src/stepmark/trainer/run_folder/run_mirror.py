@@ -106,7 +106,7 @@ class RunMirror:
         return resume if address is None else checkpoint_here(address, self._context)
 
     def fetch(self, *, damaged: bool = False) -> bool:
-        """Downloads what is newer than the folder's, or what is whole if those are `damaged`; whether. Collective."""
+        """As `Mirror.fetch`; returns whether a checkpoint was downloaded. Collective."""
         tell = partial("{}: {}".format, self._field)
         return bool(self._on_rank_0(lambda mirror: mirror.fetch(lambda text: say(tell(text)), damaged=damaged)))
 

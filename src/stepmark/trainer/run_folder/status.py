@@ -78,7 +78,7 @@ class RunStatus:
 
     def supervisor_may_end(self, state: str, began: float, *, first: bool = False) -> bool:
         """Whether a supervisor that began at `began` may record how its ranks have ended. It replaces `running`, and
-        the failure that a rank has recorded, which may know only of a lost peer. `first`: even before training."""
+        the failure that a rank has recorded, which may know only of a lost peer. `first`: also before training."""
         failed = state == self.state == FAILED and (self.written_since(began) or (first and not self.details))
         return self.state == RUNNING or failed or (first and not self.content)
 

@@ -137,7 +137,7 @@ def metric_lines(split: str, metrics: Mapping[str, Any]) -> list[str]:
 
 
 def evaluation_line(step: int, metrics: dict[str, float], prefix: str) -> str:
-    """The step, the metrics without their `prefix`, which says what dataset it is, and the evaluation's seconds."""
+    """The step, the metrics without their `prefix`, which names the dataset, and how long the evaluation took."""
     shown = [
         f"{key.removeprefix(prefix + '_')} {decimals(value)}"
         for key, value in metrics.items()

@@ -30,7 +30,7 @@ def count_blocks(pairs: int, rows: int) -> int:
 
 @functools.cache
 def block_rows(tokens: int, chosen: int, experts: int) -> int | None:
-    """The rows of a block that make the least work for `chosen` experts a token; None where all experts make less."""
+    """The rows of a block that make the least work for `chosen` experts a token; None for all experts at once."""
 
     def cost(rows: int) -> int:
         return experts * rows + count_blocks(tokens * chosen, rows) * (rows + BLOCK_COST)
