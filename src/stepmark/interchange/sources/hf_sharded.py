@@ -9,7 +9,7 @@ from pathlib import Path
 from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.sources.complete_state import files_beside, finish, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
-from stepmark.interchange.sources.name_map import renamed
+from stepmark.interchange.sources.name_map import new_names
 from stepmark.interchange.sources.state_dict_files import read_files, read_weights, without_prefix
 from stepmark.model_folder.model_files import has_weights
 from stepmark.tensor_files.source_files import matching
@@ -38,7 +38,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
         found.model = without_prefix(read_files((path for _, path in shards), found.records))
         found.mesh = {"ranks": len(numbers)}
     found.lost.append("optimizer: the folder has none")
-    found.model = renamed(found.model, options.names)
+    found.model = {new: found.model[old] for old, new in new_names(found.model, options.names).items()}
     outline = outline_for(found.files, options, len(found.model))
     if outline is None and found.mesh:
         found.assumed.append("the last shard of each tensor is there: only a config.json would show that (--config)")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
 from stepmark.tensor_files.source_files import open_file
-
-Value = TypeVar("Value")
 
 
 def read_map(path: Path) -> list[tuple[str, str]]:
@@ -36,18 +33,17 @@ def read_map(path: Path) -> list[tuple[str, str]]:
     return pairs
 
 
-def renamed(tensors: Mapping[str, Value], pairs: Sequence[tuple[str, str]]) -> dict[str, Value]:
-    """The tensors under their new names; the first pattern that fits counts, and others keep their names.
+def new_names(names: Collection[str], pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Each name to the one that it gets: by the first pattern that fits; others stay. Those left out are missing.
 
-    Raises UsageError where two tensors would have one name, or a pattern fits none.
+    Raises UsageError where two would have one name, or a pattern fits none.
     """
-    if not pairs:
-        return dict(tensors)
     patterns = [(old, new, re.compile("([^.]+)".join(map(re.escape, old.split("*"))))) for old, new in pairs]
-    found: dict[str, Value] = {}
+    found: dict[str, str] = {}
+    taken: set[str] = set()
     used: set[str] = set()
-    for name, value in tensors.items():
-        new_name: str = name
+    for name in names:
+        new_name = name
         for old, new, pattern in patterns:
             match = pattern.fullmatch(name)
             if match is not None:
@@ -56,18 +52,14 @@ def renamed(tensors: Mapping[str, Value], pairs: Sequence[tuple[str, str]]) -> d
                     new = new.replace("*", part, 1)
                 new_name = new
                 break
-        if new_name in found:
+        if new_name in taken:
             raise UsageError(f"--map: two tensors would have the name {new_name!r}, one of them {name!r}")
         if new_name:
-            found[new_name] = value
+            found[name] = new_name
+            taken.add(new_name)
     unused = [old for old, _ in pairs if old not in used]
     if unused:
         raise UsageError(
-            f"--map: no tensor has a name like {unused[0]!r}; those here are such as {next(iter(tensors), '')!r}"
+            f"--map: no tensor has a name like {unused[0]!r}; those here are such as {next(iter(names), '')!r}"
         )
     return found
-
-
-def new_names(names: Iterable[str], pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Each name to the one that it gets; those that are left out are missing. Raises UsageError as `renamed`."""
-    return {old: new for new, old in renamed({name: name for name in names}, pairs).items()}

@@ -12,7 +12,7 @@ from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.model_outline import ModelOutline
 from stepmark.interchange.sources.complete_state import files_beside, finish, outline_for, take_own_names
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
-from stepmark.interchange.sources.name_map import new_names, renamed
+from stepmark.interchange.sources.name_map import new_names
 from stepmark.interchange.sources.optimizer_names import agreed_names, own_names
 from stepmark.interchange.sources.state_dict_files import clean_name, without_prefix
 from stepmark.interchange.sources.torch_optimizer import split_state_dict, state_shapes, whole_optimizer
@@ -58,7 +58,8 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     outline = outline_for(found.files, options, len(tensors))
     if outline is not None and not options.names:
         tensors = _without_holder(tensors, outline, found.lost)
-    found.model = renamed(tensors, options.names)
+    changed = new_names(tensors, options.names)
+    found.model = {new: tensors[old] for old, new in changed.items()}
     take_own_names(found, outline)
     optimizers = _optimizers_in(value)
     if not optimizers:
@@ -71,7 +72,6 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
             )
         states, groups = split_state_dict(next(iter(optimizers.values())), str(path))
         saved = {name: tensor.shape for name, tensor in found.model.items()}
-        changed = new_names(tensors, options.names)
         names = own_names(groups, changed) or agreed_names(
             found, groups, state_shapes(states), path, outline, saved, changed
         )
