@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import stepmark
+from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.errors import CheckpointMismatch
 from stepmark.filesystem.error_advice import first_line
 from stepmark.filesystem.json_values import decode_plain, encode_plain
@@ -216,8 +217,6 @@ def _plain(value: Any) -> Any:
 
 def main() -> None:
     """Reads a config, and prints the outline, or what is wrong with it."""
-    from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
-
     leave_out_torch_xla()
     quiet_libraries()
     try:

@@ -18,6 +18,7 @@ from stepmark.errors import UsageError
 from stepmark.filesystem.local_paths import is_address
 from stepmark.filesystem.objects import Bucket
 from stepmark.liveness.bounded_call import call_with_timeout
+from stepmark.model_folder.hints import import_hint
 from stepmark.runtime.hardware import check_device_name
 from stepmark.trainer.run_folder.output_folder import check_named_checkpoint, check_no_earlier_run
 
@@ -71,7 +72,6 @@ def check_model_folder(name: str, path: str | None = None) -> None:
                 f"model_name_or_path: {name} holds the shards of tensor parallel ranks; run `stepmark consolidate "
                 f"{name} {folder.name}-model`, and name what that writes"
             )
-    from stepmark.model_folder.hints import import_hint
     from stepmark.model_folder.model_files import has_weights
 
     hint = None if has_weights(folder) else import_hint(folder, f"{folder.name}-model --model-only")

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from stepmark.checkpoint.downloads import local_model, models
 from stepmark.config.data_arguments import columns_of
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
@@ -17,13 +19,13 @@ from stepmark.evaluation.metric_functions import load_metrics
 from stepmark.filesystem.local_paths import is_address
 from stepmark.liveness.gc_pause import quick_imports
 from stepmark.recipe.early_checks import MODELS, check_early, work_offline_without_hub
+from stepmark.runtime.context import Context
 from stepmark.runtime.device import choose_device
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment
 from stepmark.trainer.run import Run, check_device
 from stepmark.trainer.run_folder.run_mirror import checkpoint_here
 
 if TYPE_CHECKING:
-    from stepmark.runtime.context import Context
     from stepmark.trainer.trainer import Trainer
 
 
@@ -80,8 +82,6 @@ def check_recipe(recipe: Recipe) -> None:
     Raises:
         StepmarkError: A run of the recipe would be refused.
     """
-    import torch
-
     from stepmark.recipe.model import build_tokenizer, config_of, make_model
 
     check_early(recipe)
@@ -116,8 +116,6 @@ def build_trainer(
         UsageError: Fields of the recipe do not fit together.
         DataError: There is no data, or it does not fit the model.
     """
-    import torch
-
     with quick_imports():
         from stepmark.recipe.model import build_model, build_tokenizer, check_makeable, config_of
         from stepmark.trainer.trainer import Trainer

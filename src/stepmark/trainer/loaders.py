@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DataCollatorWithPadding, PreTrainedModel, default_data_collator
 
 from stepmark.config.training_fields import GROUP_BY_LENGTH, TrainingFields
 from stepmark.data.loader.collate import CollateFn, Collation, PadTo, is_padder, own_padding, sample_lengths
@@ -235,6 +235,4 @@ def _check_training_data(dataset: Any) -> None:
 
 def default_collator(processing_class: Any) -> CollateFn:
     """The collator that transformers' Trainer has without a given one, for programs that ask for it."""
-    from transformers import DataCollatorWithPadding, default_data_collator
-
     return DataCollatorWithPadding(processing_class) if is_padder(processing_class) else default_data_collator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -283,8 +284,6 @@ class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields)
 
     def get_process_log_level(self) -> int:
         """This rank's logging level: `log_level` (`passive`: transformers' own), or WARNING where it does not log."""
-        import logging
-
         if not self.should_log:
             return logging.WARNING
         if self.log_level == LOG_LEVELS[-1]:

@@ -25,6 +25,7 @@ from stepmark.errors import StepmarkError, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.objects import AWAY, Bucket
 from stepmark.launch.join_clock import JoinClock, join_timeout
+from stepmark.launch.store import open_store
 from stepmark.launch.threads import chosen_threads
 from stepmark.launch.world import World
 from stepmark.liveness.process_exit import INTERRUPTED, say
@@ -137,8 +138,6 @@ class Drill:
         broken is a failure; after one of the first two, faults are left out. Other processes than the first find
         nothing."""
         if self.world.size > 1:
-            from stepmark.launch.store import open_store
-
             self.store = open_store(self.world, JoinClock(join_timeout(self.args.join_timeout))).store
             if self.world.rank:
                 return follow(self.world, self.store)

@@ -28,13 +28,13 @@ from stepmark.preflight.precompile.neuron import check_kept
 from stepmark.recipe.early_checks import check_names
 from stepmark.recipe.train import begin, build_trainer
 from stepmark.runtime.compile_cache import INDUCTOR_FOLDER, kept_in, switched_on
+from stepmark.runtime.context import Context
 from stepmark.runtime.hardware import neuron_device_present
 from stepmark.runtime.xla_environment import extracting_graphs
 
 if TYPE_CHECKING:
     from stepmark.data.loader.batch import StepBatch
     from stepmark.preflight.precompile.graph_recorder import GraphRecorder
-    from stepmark.runtime.context import Context
     from stepmark.trainer.components import TrainingComponents
 
 STEPS = 3  # a graph that differs after the first step, for example by which buffers it may reuse, is made in the second
