@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepmark.errors import UsageError
+from stepmark.filesystem.cache_folder import cache_root
+
 if TYPE_CHECKING:
     from stepmark.preflight.compile_cache import CacheEntry
 
@@ -47,9 +50,6 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _folder(given: str | None) -> Path:
-    from stepmark.errors import UsageError
-    from stepmark.filesystem.cache_folder import cache_root
-
     if given is not None and "://" in given:
         raise UsageError(f"{given}: list and clear a cache in S3 with `aws s3`, or by a lifecycle rule of the bucket")
     folder = cache_root() if given is None else Path(given).expanduser()

@@ -9,6 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from stepmark.filesystem.cache_folder import fetched_root
+from stepmark.filesystem.files import make_folder
+from stepmark.filesystem.local_paths import address_of
+
 AS_IT_IS = "the address"  # which the command reads itself
 
 
@@ -16,8 +20,6 @@ AS_IT_IS = "the address"  # which the command reads itself
 def fetched(parsed: argparse.Namespace, takes: Mapping[str, str]) -> Iterator[None]:
     """Inside the block, paths of this machine are in place of the addresses in `parsed`, also in `parsed.arguments`;
     `takes` says which of its values may be addresses, and what is needed of a run. Raises StepmarkError."""
-    from stepmark.filesystem.local_paths import address_of
-
     found = {name: value for name in takes if (value := getattr(parsed, name)) and takes[name] != AS_IT_IS}
     addresses = {
         (name, path): address
@@ -30,8 +32,6 @@ def fetched(parsed: argparse.Namespace, takes: Mapping[str, str]) -> Iterator[No
         return
     from stepmark.checkpoint.downloads import download
     from stepmark.cli.progress import BytesProgress
-    from stepmark.filesystem.cache_folder import fetched_root
-    from stepmark.filesystem.files import make_folder
 
     make_folder(fetched_root())
     with TemporaryDirectory(dir=fetched_root()) as folder:

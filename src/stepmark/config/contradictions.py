@@ -10,6 +10,7 @@ from stepmark.config.optimizers import WHOLE_PARAMETERS
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")  # ends of names of metrics
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # lr_scheduler_types that follow evaluations
 CHANGES = ("data", "model", "optim", "seed", "tokenizer")  # that a resumption may accept
+SHARING = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")  # ranks that share a replica
 _OF_SEVERAL_RANKS = {
     "tensor_parallel_size": ("sequence_parallel", "parallelize_embedding"),
     "pipeline_parallel_size": ("pipeline_schedule", "pipeline_layers", "pipeline_chunks"),
@@ -57,7 +58,7 @@ def contradictions(args: Any, given: Collection[str]) -> Iterator[str]:
         )
     if args.pipeline_parallel_size > 1:
         yield from _pipeline_contradictions(args)
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+    for name in SHARING:
         if args.neftune_noise_alpha is not None and getattr(args, name) > 1:
             yield f"neftune_noise_alpha and {name}: ranks of one replica would add different noise; set one of them"
         if args.sample_prompts is not None and getattr(args, name) > 1:
@@ -110,7 +111,7 @@ def _not_with_fsdp(args: Any) -> Iterator[str]:
         yield "zero_1 and fsdp: fsdp shards optimizer states too; leave zero_1 out"
     if args.data_parallel_replicas is not None and not args.hosts_ranks:
         yield "fsdp and data_parallel_replicas: torch adds copies of the shards in its own order; leave one of them out"
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+    for name in SHARING:
         if getattr(args, name) > 1:
             yield f"fsdp and {name}: both shard parameters; leave one of them out"
     if args.optim in WHOLE_PARAMETERS:

@@ -21,6 +21,7 @@ from stepmark.data.prepared_data import choose_block_size
 from stepmark.data.tokenize.tokenizer import check_own_code, load_tokenizer
 from stepmark.errors import UsageError
 from stepmark.filesystem.error_advice import explained, first_line
+from stepmark.filesystem.printable import listed
 from stepmark.liveness.gc_pause import quick_imports
 from stepmark.model_folder.model_config import check_fits, load_config
 from stepmark.parallel.loading.load import ModelFactory, patched_constructors
@@ -217,9 +218,8 @@ def _load(name: str, made: Any, dtype: torch.dtype, config: ModelArguments, whol
         base = f"{model.base_model_prefix}."
         missing = [each for each in missing if each.startswith(base)]
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UsageError(
-            f"model_name_or_path: {name} lacks weights of {type(model).__name__}: {missing[0]}{more}; name a folder "
+            f"model_name_or_path: {name} lacks weights of {type(model).__name__}: {listed(missing, 1)}; name a folder "
             "with a complete model"
         )
     return model

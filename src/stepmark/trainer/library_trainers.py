@@ -25,6 +25,7 @@ import torch
 import transformers
 from torch.utils._pytree import tree_leaves
 
+from stepmark.config.contradictions import SHARING
 from stepmark.config.fields import fields_of, refuse
 from stepmark.config.training_fields import TrainingFields
 from stepmark.config.transformers_defaults import is_absent
@@ -278,8 +279,7 @@ def _contradictions_of_sentence_transformers(
     """What would be ignored, and where ranks would have only a slice of what the library reads."""
     if lazy:
         yield f"device: {name} makes batches of many shapes, each of which is another graph; use cpu or cuda"
-    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
-    for field in (*(each for each in sizes if getattr(args, each) > 1), *(["fsdp"] if args.full_sharding else [])):
+    for field in (*(each for each in SHARING if getattr(args, each) > 1), *(["fsdp"] if args.full_sharding else [])):
         yield f"{field}: {name} evaluates and saves the complete model on one rank; leave it out, or use zero_1"
     if getattr(args, "learning_rate_mapping", None):
         yield "learning_rate_mapping: is not read; pass optimizers=(optimizer, None) with groups of your own"

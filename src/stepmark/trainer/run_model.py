@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, set_seed
 from transformers.debug_utils import DebugUnderflowOverflow
 
+from stepmark.config.contradictions import SHARING
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.parallel.full_sharding import is_fully_sharded, layer_of
@@ -134,8 +135,7 @@ def check_packed(model: nn.Module, *given: Any, may_call: bool = True) -> None:
 
 def make_mesh(args: TrainingFields, context: Context) -> Mesh:
     """The mesh that the arguments describe. Collective."""
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_replicas")
-    return Mesh.create(context=context, **{name: getattr(args, name) for name in names})
+    return Mesh.create(context=context, **{name: getattr(args, name) for name in (*SHARING, "data_parallel_replicas")})
 
 
 def _agree(model: nn.Module, mesh: Mesh) -> bool:

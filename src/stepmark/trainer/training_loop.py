@@ -15,7 +15,7 @@ from transformers.trainer_callback import TrainerControl
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.coordination.shared_memory import is_in_memory
-from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, step_of
+from stepmark.checkpoint.format.checkpoint_folders import STOP_REQUEST, checkpoint_path, checkpoints, step_of
 from stepmark.checkpoint.restore.restore import Restored, newest_of_both
 from stepmark.checkpoint.sections import describe
 from stepmark.data.loader.batch import StepBatch
@@ -23,6 +23,7 @@ from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.own_state import generators_kept_by
 from stepmark.data.loader.prefetcher import DevicePrefetcher
 from stepmark.errors import DataError, PeerLost, TrainingDiverged, UsageError
+from stepmark.filesystem import files
 from stepmark.filesystem.json_files import finite_number
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.launch.step_board import StepPlace, show_step
@@ -36,7 +37,7 @@ from stepmark.trainer.callbacks import RunCallbacks, end_run, is_better
 from stepmark.trainer.components import TrainingComponents
 from stepmark.trainer.evaluation import EvaluationProgress
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
-from stepmark.trainer.interruption.run_end import reason_to_stop, record_end, record_stop, withdraw
+from stepmark.trainer.interruption.run_end import reason_to_stop, record_end, record_stop
 from stepmark.trainer.resume import ARITHMETIC, arithmetic_of, locate_best, restore_run
 from stepmark.trainer.run_folder.memory_snapshots import MemorySnapshots
 from stepmark.trainer.run_folder.output_folder import check_start, set_aside_earlier_attempt, set_aside_finished_run
@@ -792,7 +793,7 @@ class TrainingLoop:
     def _withdraw_stop_request(self) -> None:
         """Removes a request to stop: one made to an earlier run, or one that this run has followed."""
         if self._parts.context.host.rank == 0 and not extracting_graphs():
-            withdraw(self._checkpointer.folder)
+            files.remove_file(self._checkpointer.folder / STOP_REQUEST)
 
     def _stop_if_requested(self) -> None:
         """After a save: where the run was asked from outside to stop, it ends here, on all ranks."""

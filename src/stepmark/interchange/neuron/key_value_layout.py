@@ -22,7 +22,7 @@ _NAME = re.compile(
     r"(?P<kind>weight|bias)(?:_(?P<part>qkv|[qkv]))?\Z"
 )
 _COLUMN = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv_proj", "gate_up_proj", "embed_tokens", "lm_head"}
-_ROW = {"o_proj", "down_proj"}
+ROW = {"o_proj", "down_proj"}
 _MEMBERS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 
 
@@ -87,9 +87,9 @@ def moves_of(
     tail = f"{match['base'] or ''}{(match['lora'] + '.') if match['lora'] else ''}{match['kind']}"
     if "expert_mlps." in prefix and len(shapes[0]) != 3:
         raise CheckpointMismatch(f"tensor {name!r} is {list(shapes[0])}; of fused experts, only weights are known")
-    members = _members(module, part, len(shapes[0]))
+    members = [module] if len(shapes[0]) == 3 and module == "gate_up_proj" else members_of(module, part)
     names = [f"{prefix}{member}.{tail}" for member in members]
-    if module in _ROW:  # cut along the dim of its inputs; those of o_proj are query heads
+    if module in ROW:  # cut along the dim of its inputs; those of o_proj are query heads
         if match["lora"] == "lora_B" or match["kind"] == "bias":
             return _replicated(names, shapes)
         in_heads = module == "o_proj" and len(shapes[0]) != 3
@@ -107,12 +107,11 @@ def moves_of(
     return joined(names[0], shapes, dim if isinstance(dim, int) else 0)
 
 
-def _members(module: str, part: str | None, dims: int) -> list[str]:
+def members_of(module: str, part: str | None = None) -> list[str]:
+    """Hugging Face's modules in a fused one, or in a `part` of its name such as "q"; of any other the module itself."""
     if module == "qkv_proj":
         return [_MEMBERS[one] for one in (part or "qkv")]
-    if module == "gate_up_proj" and dims != 3:
-        return ["gate_proj", "up_proj"]
-    return [module]
+    return ["gate_proj", "up_proj"] if module == "gate_up_proj" else [module]
 
 
 def _replicated(names: Sequence[str], shapes: Sequence[Shape]) -> list[Move]:

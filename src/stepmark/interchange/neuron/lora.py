@@ -11,7 +11,7 @@ from typing import Any
 
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.model_outline import CONFIG
-from stepmark.interchange.neuron.key_value_layout import HeadLayout
+from stepmark.interchange.neuron.key_value_layout import ROW, HeadLayout, members_of
 from stepmark.interchange.neuron.stages import Stage, model_of
 from stepmark.interchange.sources.complete_state import finish
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
@@ -21,9 +21,7 @@ from stepmark.tensor_files.source_files import read_json
 
 PREFIX = "base_model.model."
 IN_STATE = "lora_config"
-_ROWS = ("o_proj", "down_proj")
 _ADAPTER = re.compile(r"(?P<module>[^.]+)\.lora_(?P<side>[AB])\.weight(?:_(?:qkv|[qkv]))?\Z")
-_MEMBERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def config_of(tag: Path, state: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -104,7 +102,7 @@ def _reshard(
 def _cut(name: str) -> tuple[str, int] | None:
     """The module of an adapter's tensor that is cut over ranks, and along which dim; None where each has all of it."""
     match = _ADAPTER.search(name)
-    if match is None or match["side"] != ("A" if match["module"] in _ROWS else "B"):
+    if match is None or match["side"] != ("A" if match["module"] in ROW else "B"):
         return None
     # weight_q of a fused module is that of q_proj
     return "q_proj" if name.endswith("weight_q") else match["module"], 1 if match["side"] == "A" else 0
@@ -139,7 +137,7 @@ def _part(stage: Stage, name: str, dim: int, rank: int) -> GlobalTensor:
 
 def _peft_config(config: Mapping[str, Any]) -> dict[str, Any]:
     targets = config.get("target_modules") or []
-    modules = [name for target in targets for name in _MEMBERS.get(str(target), (str(target),))]
+    modules = [name for target in targets for name in members_of(str(target))]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

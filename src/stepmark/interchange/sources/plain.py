@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
+from stepmark.filesystem.printable import listed
 from stepmark.interchange.model_outline import ModelOutline
 from stepmark.interchange.sources.complete_state import files_beside, finish, outline_for, take_own_names
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
@@ -109,7 +110,7 @@ def _without_holder(
         raise CheckpointMismatch(f"the file has the model as {' and '.join(holders)}; leave one out with --map")
     others = [name for name in tensors if not name.startswith(holder)]
     if others:
-        lost.append(f"{others[0]}{f' and {len(others) - 1} more' if others[1:] else ''}: no part of {holder}")
+        lost.append(f"{listed(others, 1)}: no part of {holder}")
     return {name.removeprefix(holder): tensor for name, tensor in tensors.items() if name not in others}
 
 

@@ -17,6 +17,9 @@ from torch import nn
 
 from stepmark.errors import UsageError
 
+_TRAINING_WRAPPER = "peft.utils.other", "AuxiliaryTrainingWrapper"
+_SAVED_MODULE = "peft.utils.other", "ModulesToSaveWrapper"
+
 
 @dataclass(frozen=True)
 class LoraAdapter:
@@ -53,7 +56,7 @@ class AdaptedLayer:
 
 def adapted_layers(name: str, module: nn.Module) -> list[AdaptedLayer]:
     """The layers at a place of the model: the only one, or of `modules_to_save` the original and its trained copies."""
-    if _is_saved_module(module):
+    if _is_a(module, *_SAVED_MODULE):
         copies: Any = module.modules_to_save
         found = adapted_layers(f"{name}.original_module", module.original_module)  # type: ignore[arg-type]
         for key, copy in copies.items():
@@ -80,15 +83,7 @@ def is_adapted(module: object) -> bool:
 
 def is_wrapper(module: object) -> bool:
     """Whether the module is what peft puts in the place of another one."""
-    return is_adapted(module) or _is_training_wrapper(module)
-
-
-def _is_training_wrapper(module: object) -> bool:
-    return _is_a(module, "peft.utils.other", "AuxiliaryTrainingWrapper")
-
-
-def _is_saved_module(module: object) -> bool:
-    return _is_a(module, "peft.utils.other", "ModulesToSaveWrapper")
+    return is_adapted(module) or _is_a(module, *_TRAINING_WRAPPER)
 
 
 def _is_a(module: object, place: str, kind: str) -> bool:
@@ -134,7 +129,7 @@ def _check_configurations(model: Any) -> None:
 
 def _check_wrapper(name: str, module: nn.Module) -> None:
     """Raises UsageError for a layer of peft that is not LoRA, or is a variant of it."""
-    if _is_training_wrapper(module) and not _is_saved_module(module):
+    if _is_a(module, *_TRAINING_WRAPPER) and not _is_a(module, *_SAVED_MODULE):
         raise UsageError(
             f"tensor_parallel_size: {name} trains single tokens (trainable_token_indices), which cannot be sharded; "
             "put the embedding into modules_to_save, or set it to 1"

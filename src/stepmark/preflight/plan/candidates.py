@@ -7,20 +7,20 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from stepmark.config.contradictions import SHARING
 from stepmark.config.full_sharding import FULL_SHARD
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.parallel.pipeline.schedules import INTERLEAVED, ONE_F_ONE_B
 
-SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
 ZERO_1: dict[str, Any] = {"zero_1": True, "fsdp": None, "fsdp_config": None}
-FSDP: dict[str, Any] = {"zero_1": False, "fsdp": FULL_SHARD, **dict.fromkeys(SIZES, 1)}
+FSDP: dict[str, Any] = {"zero_1": False, "fsdp": FULL_SHARD, **dict.fromkeys(SHARING, 1)}
 
 
 def cost(args: TrainingFields, own: TrainingFields) -> tuple[int, ...]:
     """What changed settings cost, the heaviest first: another mesh than the recipe's own, ranks that share a model, a
     second forward pass, parameters that are gathered, and fewer rows in a matrix product."""
-    other = any(getattr(args, size) != getattr(own, size) for size in SIZES)
+    other = any(getattr(args, size) != getattr(own, size) for size in SHARING)
     shared = args.tensor_parallel_size * args.pipeline_parallel_size
     return other, shared, args.gradient_checkpointing, args.fsdp is not None, -args.per_device_train_batch_size
 

@@ -167,7 +167,3 @@ def reason_to_stop(run: Path) -> str | None:
         return None
     except (FileRefused, ValueError, KeyError, TypeError):
         return "a stop was requested, but the reason cannot be read"
-
-
-def withdraw(run: Path) -> None:
-    files.remove_file(run / STOP_REQUEST)
