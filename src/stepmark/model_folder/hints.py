@@ -7,7 +7,7 @@ from pathlib import Path
 from stepmark.checkpoint.format.manifest import MANIFEST
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp")
-_MAGIC = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")  # files of torch.save, whatever their names
+MAGIC = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")  # files of torch.save, whatever their names
 # Where the tools have their files, from the folder that a user may name.
 _PLACES = "* sharded/* shards/* tensor_parallel_shards/* tp_rank_*/* model/* */model/* */shards/* global_step*/*"
 
@@ -31,4 +31,4 @@ def _has_tensors(path: Path) -> bool:
     if path.suffix in _SUFFIXES or path.name == ".metadata":
         return True
     with path.open("rb") as file:
-        return file.read(4) in _MAGIC
+        return file.read(4) in MAGIC

@@ -25,7 +25,7 @@ from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import UsageError
 from stepmark.filesystem.json_values import encode_plain
 from stepmark.interchange.sinks.imported_state import metrics_of, run_values, trainer_state_bytes
-from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
+from stepmark.interchange.sources.foreign import TRAINER_STATE, ForeignCheckpoint, ForeignOptimizer
 from stepmark.model_folder.new_folder import WritingListener, check_out
 from stepmark.model_folder.output_files import THREADS, DataFile, WriteTensors, copied_files, write_folder
 from stepmark.runtime.versions import software_versions
@@ -35,7 +35,6 @@ from stepmark.tensor_files.streaming import WrittenTensor
 
 SECTION = "optimizer"
 GROUP = f"{OPTIMIZER}/{SECTION}"
-TRAINER_STATE = "trainer_state.json"
 
 
 def write_checkpoint(source: ForeignCheckpoint, out: Path, listener: WritingListener) -> int:

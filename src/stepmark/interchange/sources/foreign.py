@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.records import Record
 
+TRAINER_STATE = "trainer_state.json"
+
 
 @dataclass
 class ForeignOptimizer:

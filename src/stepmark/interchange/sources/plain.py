@@ -17,6 +17,7 @@ from stepmark.interchange.sources.name_map import new_names
 from stepmark.interchange.sources.optimizer_names import agreed_names, own_names
 from stepmark.interchange.sources.state_dict_files import clean_name, without_prefix
 from stepmark.interchange.sources.torch_optimizer import split_state_dict, state_shapes, whole_optimizer
+from stepmark.model_folder.hints import MAGIC
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
 from stepmark.tensor_files.pickle_reader import PickledObject
 from stepmark.tensor_files.source_files import read_safetensors
@@ -26,7 +27,6 @@ MODELS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
 STEPS = ("step", "global_step", "iteration", "iter")
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _LIGHTNING = "pytorch-lightning_version"
-_MAGIC = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 
 
 def recognize(folder: Path) -> bool:
@@ -37,7 +37,7 @@ def recognize(folder: Path) -> bool:
 def _file_of(source: Path) -> Path | None:
     if source.is_file():
         with source.open("rb") as file:
-            return source if source.suffix == ".safetensors" or file.read(4) in _MAGIC else None
+            return source if source.suffix == ".safetensors" or file.read(4) in MAGIC else None
     names = [path.name for path in source.iterdir()] if source.is_dir() else []
     saved = [source / name for name in names if Path(name).suffix in SUFFIXES or f"{name}.tensors" in names]
     found = [path for path in saved if path.is_file()]

@@ -18,7 +18,7 @@ from stepmark.checkpoint.format.read_errors import well_formed
 from stepmark.errors import CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.filesystem.json_values import decode, decode_plain
 from stepmark.interchange.sources.complete_state import files_beside
-from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
+from stepmark.interchange.sources.foreign import TRAINER_STATE, ForeignCheckpoint, ForeignOptimizer
 from stepmark.interchange.sources.torch_optimizer import scalar
 from stepmark.model_folder.adapted_model import ADAPTER_CONFIG
 from stepmark.model_folder.checkpoint_tensors import CheckpointTensors, model_group
@@ -28,7 +28,6 @@ from stepmark.tensor_files.source_files import read_json
 
 KIND = "stepmark"
 RUN = "run"
-TRAINER_STATE = "trainer_state.json"
 _OPTIMIZERS = ("named", "optimizer")
 _SCHEDULES = ("scheduler", "lr_scheduler", "schedule")
 _SWITCHES = {"foreach": None, "fused": None, "capturable": False}  # how a step is computed, on this device

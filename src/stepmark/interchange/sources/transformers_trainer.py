@@ -16,7 +16,7 @@ from stepmark.interchange.model_outline import CONFIG, ModelOutline
 from stepmark.interchange.sources import dcp
 from stepmark.interchange.sources.complete_state import files_beside, finish, fit_model, outline_for, steps_of
 from stepmark.interchange.sources.dcp_store import is_store, read_store
-from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
+from stepmark.interchange.sources.foreign import TRAINER_STATE, ForeignCheckpoint, ForeignOptimizer, ImportOptions
 from stepmark.interchange.sources.optimizer_names import agreed_names, own_names
 from stepmark.interchange.sources.peft_adapter import adapter_file, adapter_outline
 from stepmark.interchange.sources.state_dict_files import read_files, read_weights, without_prefix
@@ -27,7 +27,6 @@ from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.source_files import read_json
 from stepmark.tensor_files.torch_file import read_dict, read_saved
 
-STATE = "trainer_state.json"
 TRAINER = "transformers Trainer"
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _SCHEDULERS = ("scheduler.pt", "scheduler.bin")
@@ -48,12 +47,12 @@ _LEFT_BEHIND = {  # by what is said of files
 def recognize(folder: Path) -> bool:
     """Whether the folder has the files of a Trainer's checkpoint, or of accelerate's save_state."""
     weights = has_weights(folder) or any((folder / name).exists() for name in _FSDP_MODELS) or adapter_file(folder)
-    beside = (STATE, *_OPTIMIZERS, _FSDP_OPTIMIZER, "random_states_0.pkl")
+    beside = (TRAINER_STATE, *_OPTIMIZERS, _FSDP_OPTIMIZER, "random_states_0.pkl")
     return bool(weights or any(folder.glob(_FSDP_PARTS))) and any((folder / name).exists() for name in beside)
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
-    tool = TRAINER if (folder / STATE).is_file() else "accelerate"
+    tool = TRAINER if (folder / TRAINER_STATE).is_file() else "accelerate"
     kind = f"{tool} with FSDP" if any((folder / name).exists() for name in _FSDP_MODELS) else tool
     found = ForeignCheckpoint(kind, folder, {}, files=files_beside(folder))
     found.model = _weights(folder, found)
@@ -102,7 +101,7 @@ def _weights(folder: Path, found: ForeignCheckpoint) -> dict[str, GlobalTensor]:
 
 def read_trainer_state(found: ForeignCheckpoint) -> None:
     """Takes the step and the rest of trainer_state.json, if there is one. Raises CheckpointMismatch."""
-    path = found.folder / STATE
+    path = found.folder / TRAINER_STATE
     if not path.is_file():
         return
     state = read_json(path)
