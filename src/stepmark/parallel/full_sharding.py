@@ -441,10 +441,9 @@ def _check_mesh(mesh: Mesh, sharding: FullSharding) -> int:
             f"fsdp: {mesh.runtime.name} cannot free parameters within a graph; use zero_1, tensor_parallel_size or "
             "pipeline_parallel_size"
         )
-    sizes = {"tensor": mesh.tensor_parallel.size, "pipeline": mesh.pipeline.size, "expert": mesh.expert_parallel_size}
-    for name, size in sizes.items():
+    for name, size in mesh.sharing.items():
         if size > 1:
-            raise UsageError(f"fsdp and {name}_parallel_size: both shard parameters; leave one of them out")
+            raise UsageError(f"fsdp and {name}: both shard parameters; leave one of them out")
     ranks, count = mesh.data_parallel.size, replicas(mesh, sharding)
     if mesh.ranks.given and count > 1:
         raise UsageError(

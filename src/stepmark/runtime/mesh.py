@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from stepmark.config.contradictions import SHARING
 from stepmark.errors import UsageError
 from stepmark.launch.joining import TIMEOUT, quiet_stdout
 from stepmark.runtime.base import Runtime
@@ -153,6 +154,12 @@ class Mesh:
     def shape(self) -> dict[str, int]:
         """Axis name to size, as checkpoints record it; "ep", which is part of the others, where it is not 1."""
         return {**self.grid.axes, **({"ep": self.expert_parallel_size} if self.expert_parallel_size > 1 else {})}
+
+    @property
+    def sharing(self) -> dict[str, int]:
+        """Over how many ranks one replica is divided, by the fields of SHARING."""
+        sizes = self.tensor_parallel.size, self.pipeline.size, self.expert_parallel_size
+        return dict(zip(SHARING, sizes, strict=True))
 
     def holders(self, experts: bool) -> list[list[int]]:
         """The ranks in groups, each of which holds the same slices: of experts, or of other parameters."""

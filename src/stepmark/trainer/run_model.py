@@ -58,10 +58,9 @@ def made_model(make: Callable[..., nn.Module], seed: int) -> nn.Module:
 
 def make_again(model: nn.Module, make: Callable[..., nn.Module], seed: int, mesh: Mesh) -> None:
     """Gives `model` the first weights of its `model_init` again. Raises UsageError where it is sharded."""
-    sizes = mesh.tensor_parallel.size, mesh.pipeline.size, mesh.expert_parallel_size
-    for name, size in zip(("tensor", "pipeline", "expert"), sizes, strict=True):
+    for name, size in mesh.sharing.items():
         if size > 1:
-            raise UsageError(f"model_init: with {name}_parallel_size, train() can be called once; make a new Trainer")
+            raise UsageError(f"model_init: with {name}, train() can be called once; make a new Trainer")
     values = made_model(make, seed).state_dict()
     with torch.no_grad():
         for name, own in model.state_dict().items():
@@ -168,12 +167,7 @@ def _check_sharding(applied: ParallelizedModel | None, args: TrainingFields, con
     if made != wanted:
         raise UsageError(f"device: is {wanted}, but the model was made on {made}; make them equal")
     mesh, options = applied.mesh, sharding_options(args)
-    sizes = {
-        "tensor_parallel_size": mesh.tensor_parallel.size,
-        "pipeline_parallel_size": mesh.pipeline.size,
-        "expert_parallel_size": mesh.expert_parallel_size,
-        FIELD: mesh.ranks.total if mesh.ranks.given else None,
-    }
+    sizes = {**mesh.sharing, FIELD: mesh.ranks.total if mesh.ranks.given else None}
     asked = {**{name: getattr(args, name) for name in sizes}, **options}
     found = {**sizes, **{name: getattr(applied, name) for name in options}}
     for name, value in found.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -238,8 +239,7 @@ class Trainer:
         self._hub = HubUploads(self.context.host)
         if self.args.push_to_hub and not extracting_graphs():
             divided = 1 if self.args.full_sharding is None else self.mesh.data_parallel.size
-            shared = self.mesh.tensor_parallel.size * self.mesh.pipeline.size * self.mesh.expert_parallel_size
-            check_hub(self.args, divided * shared)
+            check_hub(self.args, divided * math.prod(self.mesh.sharing.values()))
             self.init_hf_repo()
             if self.args.hub_strategy != "end":
                 self.add_callback(self._hub)

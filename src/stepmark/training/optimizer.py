@@ -212,9 +212,8 @@ def wrap_optimizer(
     counted = [(name, each) for each, name in names.items() if each.requires_grad or name in updated]
     distribution.names = [name for name, _ in counted]  # a norm is of the model's gradients, as in transformers
     distribution.parameters = [each for _, each in counted]
-    sizes = mesh.tensor_parallel.size, mesh.pipeline.size, mesh.expert_parallel_size
-    axes = (axis for axis, size in zip(("tensor", "pipeline", "expert"), sizes, strict=True) if size > 1)
-    distribution.divided_by = next((f"{axis}_parallel_size" for axis in axes), distribution.divided_by)
+    divided_by = (name for name, size in mesh.sharing.items() if size > 1)
+    distribution.divided_by = next(divided_by, distribution.divided_by)
     own = {name: value for name, value in vars(given).items() if name not in ("state", "param_groups")}
     check_own_tensors(given, own, distribution.divided_by)
     return NamedOptimizer(distribution, groups, exchange, mesh.runtime, given=True)

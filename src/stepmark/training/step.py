@@ -119,7 +119,7 @@ class TrainStep:
         self._schedule: MicroBatchSchedule
         stages = staged(model)
         self._mesh, self._seed = mesh, seed
-        self._has_part = mesh.tensor_parallel.size * mesh.pipeline.size * mesh.expert_parallel_size > 1
+        self._has_part = max(mesh.sharing.values()) > 1
         common = model, loss, self._gradients, mesh, autocast, scaler, seed, self._loads
         if stages is None:
             self._schedule = SequentialSchedule(*common, optimizer.gathers, around)

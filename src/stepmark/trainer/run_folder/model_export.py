@@ -100,8 +100,7 @@ def write_model(
 def is_sharded(model: nn.Module, mesh: Mesh) -> bool:
     """Whether ranks hold the model together; what fully_shard has gathered is freed."""
     reshard(model)
-    shared = mesh.tensor_parallel.size * mesh.pipeline.size * mesh.expert_parallel_size
-    return shared > 1 or any(map(is_dtensor, model.parameters()))
+    return max(mesh.sharing.values()) > 1 or any(map(is_dtensor, model.parameters()))
 
 
 def _clear(staging: Path) -> None:
