@@ -201,16 +201,17 @@ class Drill:
         smallest = experts * self.args.pipeline_parallel_size
         return (self.ranks - 1) // smallest * smallest
 
-    def _make(self, name: str, limit: float, fields: Mapping[str, str]) -> DrilledRun:
+    def _started(self, name: str, limit: float, fields: Mapping[str, str], ranks: int) -> DrilledRun:
         folder = self.folder / name
         flags = {**fields, "output_dir": str(folder)}
         words = [word for field, value in flags.items() for word in (f"--{field}", value)]
-        self.run = DrilledRun(folder, [*self.command, *words], limit, self.world, self.store)
-        return self.run
+        run = DrilledRun(folder, [*self.command, *words], limit, self.world, self.store)
+        run.start(ranks)
+        self.run = run
+        return run
 
     def _undisturbed(self) -> Finding:
-        run = self._make("undisturbed", LONG, self.overrides(self.steps))
-        run.start(self.ranks)
+        run = self._started("undisturbed", LONG, self.overrides(self.steps), self.ranks)
         if code := run.end():
             if code == UsageError.exit_code:
                 raise UsageError(run.error(code).partition(": ")[2])
@@ -241,8 +242,8 @@ class Drill:
         if name == "memory":
             every = self.args.memory_every or max(self.steps // SNAPSHOTS, 1)
             fields["memory_every"] = str(every)
-        run = self._make(name, LONG / 3 + 10 * self.measured["run"], self.overrides(save_steps, **fields))
-        run.start(self.fewer if name == "more" else self.ranks)
+        ranks, limit = self.fewer if name == "more" else self.ranks, LONG / 3 + 10 * self.measured["run"]
+        run = self._started(name, limit, self.overrides(save_steps, **fields), ranks)
         reached, due = run.until(lambda: run.step >= SHARE * self.steps), run.newest
         if reached:
             strike(run)

@@ -63,15 +63,16 @@ def _start(world: World, command: Sequence[str], output: str, port: int) -> subp
 
 
 class DrilledRun:
-    """A run in a folder of its own, which `command` trains. An attempt is killed after `limit` seconds. `store`: of the
-    processes of the drill, if they are several."""
+    """A run in a folder of its own, which `command` trains. `start` makes an attempt, which is killed after `limit`
+    seconds, and comes before all that is about a process. `store`: of the processes of the drill, if they are
+    several."""
 
     attempts = 0  # of all runs
 
     def __init__(self, folder: Path, command: Sequence[str], limit: float, world: World, store: Any) -> None:
         self.folder, self._command, self._limit = folder, list(command), limit
         self._world, self._store = world, store
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes]  # of the last attempt
         self.began = self.disturbed = self.ended = 0.0  # of the last attempt, in seconds since the Unix epoch
 
     def start(self, ranks: int) -> None:
@@ -85,7 +86,6 @@ class DrilledRun:
 
     def until(self, condition: Callable[[], bool]) -> bool:
         """Whether the condition came true before the attempt ended."""
-        assert self._process is not None
         while not condition():
             if time.time() > self.began + self._limit:
                 self.kill()
@@ -96,7 +96,6 @@ class DrilledRun:
 
     def end(self) -> int:
         """Waits until all ranks have ended. Returns the attempt's exit code: of a failure, if there was one."""
-        assert self._process is not None
         self.until(lambda: False)
         self.ended, codes = time.time(), [self._process.returncode]
         if self._store is not None:
@@ -108,7 +107,6 @@ class DrilledRun:
 
     def send(self, number: int, *, to_rank: bool = False) -> None:
         """Sends a signal to the run, or to one of its ranks."""
-        assert self._process is not None
         self.disturbed = time.time()
         with contextlib.suppress(ProcessLookupError):
             os.kill([self._process.pid, *self._ranks()][-1 if to_rank else 0], number)
@@ -124,7 +122,7 @@ class DrilledRun:
 
     def kill(self) -> None:
         """Kills the run: the kernel kills ranks with their supervisor."""
-        if self._process is not None and self._process.poll() is None:
+        if self._process.poll() is None:
             ranks, self.disturbed = self._ranks(), time.time()
             self._process.kill()
             self._process.wait()
@@ -133,7 +131,6 @@ class DrilledRun:
 
     def _ranks(self) -> list[int]:
         """The ranks that this process has started, by their process ids."""
-        assert self._process is not None
         own = self._process.pid
         with contextlib.suppress(OSError):
             children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
