@@ -553,3 +553,16 @@ def test_clocks_of_the_bucket_do_not_matter(tmp_path: Path, bucket: Bucket, monk
             os.utime(run / "status.json", (0, len(text) + ord(text[0])))
             assert mirror.finish() is None
             assert bucket.read("status.json") == text.encode()
+
+
+def test_what_other_machines_upload_of_a_save_stays(tmp_path: Path, bucket: Bucket) -> None:
+    """It may be under way when the run looks for what dead ones have left."""
+    save(tmp_path / "run", 1)
+    under_way, left = "checkpoint-2/0123abcd-000007/model.safetensors", "checkpoint-2/89abcdef-000007/model.safetensors"
+    for name in (under_way, left):
+        bucket.put(name, b"a part")
+    with mirroring(tmp_path / "run", bucket) as mirror:
+        mirror.divided_for = "0123abcd"
+        mirror.start()
+        assert mirror.finish() is None
+    assert [each.name for each in bucket.objects("checkpoint-2")] == [under_way]

@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from stepmark.errors import CheckpointTimeout, PeerLost
 from stepmark.filesystem import files
 from stepmark.liveness.failure_report import REPORTS
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.running_time import CLOCK, Clock, running_time
-from stepmark.liveness.status_board import RankFailed, StatusBoard
+from stepmark.liveness.status_board import RankFailed, StatusBoard, StoreBoard
 from tests.support.clock import MovedClock
 
 
@@ -91,3 +92,68 @@ def test_a_rank_that_is_known_to_be_gone_is_not_waited_for(
     assert saving.folder.exists(), "what the rank posted stays"
     assert clock.now() < 1 if known else clock.now() > 60
     assert bool(caplog.messages) is not known, "the error itself says which rank is lost"
+
+
+class Store(HostGroup):
+    """Ranks of a process that share a store."""
+
+    def __init__(self, rank: int, store: dist.Store) -> None:
+        super().__init__(rank, 2)
+        self.ranks_store = store
+
+    def store(self, prefix: str) -> dist.Store:
+        return dist.PrefixStore(prefix, self.ranks_store)
+
+    def tell(self, topic: str, text: str) -> None:
+        self.ranks_store.set(topic, text)
+
+    def told(self, topic: str) -> str | None:
+        return self.ranks_store.get(topic).decode() if self.ranks_store.check([topic]) else None
+
+    def is_gone(self, rank: int) -> bool:
+        return False
+
+
+def store_boards(clock: Clock = CLOCK) -> tuple[dist.Store, list[StoreBoard]]:
+    """Those of two ranks, whose folders have different paths."""
+    store = dist.HashStore()
+    boards = [StoreBoard(Path(f"/{rank}/run/save"), rank, Store(rank, store), clock) for rank in range(2)]
+    for each in boards:
+        each.open()
+        each.enter("writing")
+    return store, boards
+
+
+def test_ranks_that_see_different_folders_post_in_their_store() -> None:
+    store, boards = store_boards()
+    boards[1].post("written", {"checksums": ["a"]})
+    assert boards[0].wait("written", [1], running_time() + 60) == {1: {"checksums": ["a"]}}
+    boards[0].post("committed", "checkpoint-1")
+    assert boards[1].wait("committed", [0], running_time() + 60) == {0: "checkpoint-1"}
+    boards[1].leave()
+    assert not boards[0].has("written", 1), "a large post does not stay for the rest of the run"
+    boards[0].leave()
+    assert boards[0].close([1], running_time() + 60)
+    assert store.num_keys() == 0
+
+
+def test_a_failure_and_a_silent_rank_are_told_through_the_store() -> None:
+    """How long a rank has been silent is measured here: clocks of machines are never compared."""
+    clock = MovedClock(lambda now: boards[1].enter("finalizing") if 4 < now < 4.2 else None)
+    _, boards = store_boards(clock)
+    with pytest.raises(CheckpointTimeout, match=r"rank 1 \(finalizing, silent for \d+ s\) has not written"):
+        boards[0].wait("written", [1], 20.0)
+    boards[1].fail("No space left on device")
+    with pytest.raises(RankFailed, match="rank 1: No space left on device"):
+        boards[0].wait("written", [1], 40.0)
+
+
+def test_a_store_that_is_gone_is_an_error_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def check(self, names: list[str]) -> bool:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    _, boards = store_boards()
+    boards[0]._store = Gone()  # type: ignore[assignment]
+    with pytest.raises(ConnectionResetError, match="the ranks' store does not answer"):
+        boards[0].wait("written", [1], running_time() + 60)

@@ -32,16 +32,18 @@ from stepmark.checkpoint.format.checkpoint_folders import (
     step_of,
     temporary_path,
 )
-from stepmark.checkpoint.format.integrity import what_is_wrong
-from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, save_of
+from stepmark.checkpoint.format.integrity import lacks_files, what_is_wrong
+from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, parse_manifest, read_manifest, save_of
 from stepmark.checkpoint.host_memory import StagingMemory, free_host_memory, shortage
 from stepmark.checkpoint.mirror import Mirror
 from stepmark.checkpoint.operation import Operation, SaveHandle
+from stepmark.checkpoint.places import BucketPlace, FolderPlace, copy_checkpoint, explained, manifest_of, upload
 from stepmark.checkpoint.restore.restore import Accept, Restored, Restorer, newest_of_both
 from stepmark.checkpoint.retention_policies import KeepLast, Retention
 from stepmark.checkpoint.save.background import Background
 from stepmark.checkpoint.save.commit import Commit, values_to_bytes
 from stepmark.checkpoint.save.delete_old_checkpoints import CheckpointCleaner
+from stepmark.checkpoint.save.division import Division
 from stepmark.checkpoint.save.request import (
     RankReport,
     SavePlanner,
@@ -55,8 +57,9 @@ from stepmark.checkpoint.save.snapshot import PendingCopies, begin_copies, exten
 from stepmark.checkpoint.save.write import SaveWriter
 from stepmark.checkpoint.sections import check_state, describe, runtime_of
 from stepmark.checkpoint.timestamps import TimestampSource
-from stepmark.errors import CheckpointError, CheckpointNotFound, UsageError
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
 from stepmark.filesystem.cache_folder import working_folder
+from stepmark.filesystem.files import SOON, read_file
 from stepmark.filesystem.json_values import decode_plain
 from stepmark.filesystem.local_paths import address_of
 from stepmark.filesystem.objects import Bucket
@@ -131,7 +134,10 @@ class Checkpointer:
         self.folder = Path(folder).absolute() if self._address is None else working_folder(self._address)
         if (self.folder / MANIFEST).exists():
             raise UsageError(f"folder: {folder} is a checkpoint; give the folder around it, and name it to `restore`")
-        self._mirror: Mirror | None = None  # of an address, on rank 0
+        self._place = self._address  # where a folder that ranks do not share is completed
+        self._mirror: Mirror | None = None  # that follows the folder there, on rank 0
+        self._downloaded: set[Path] = set()  # in a folder that rank 0 does not see
+        self._patience = SOON  # seconds in which it would appear
         self._group = group or HostGroup.of_processes(timedelta(seconds=max(save_timeout, CLAIMING, APART) + MARGIN))
         self._timed_group = TimedGroup(self._group, save_timeout)
         self._runtime = runtime
@@ -217,7 +223,7 @@ class Checkpointer:
 
     def _next_name(self, ownership: RunOwnership) -> str:
         self._count += 1
-        return f"{ownership.claim.identity}-{self._count:06d}"
+        return f"{ownership.identity}-{self._count:06d}"
 
     @contextmanager
     def _attempt(
@@ -274,8 +280,9 @@ class Checkpointer:
         if (short := shortage(needs, free, "its copy of the state", "the copies of the")) is not None:
             why = f"saving needs {short}; use more nodes, a smaller state, or machines with more memory"
             raise CheckpointError(why)
-        if self._group.rank == 0:
+        if ownership.is_first:
             self._background.tidy()
+        if self._group.rank == 0:
             self._background.make_room(self.folder, disk_need(plan), request.manifest.save)
             check_disk(self.folder, plan)
         runtime = self._runtime or runtime_of(request.sections)
@@ -304,10 +311,14 @@ class Checkpointer:
                 manifest=replace(request.manifest, world_size=self._group.size, mesh=self._mesh, sections=kinds),
                 lost=ownership.claim.lost,
                 clock=self._timestamps,
-                upload=None if self._address is None else partial(self._upload, request.manifest.step),
+                upload=partial(self._upload, request.manifest.step) if self._uploads else None,
             ),
+            division=self._division(ownership.folders) if ownership.divided else None,
         )
         return writer, memory.numpy().data
+
+    def _division(self, folders: list[int]) -> Division:
+        return Division(folders, partial(upload, str(self._place)), self._downloaded)
 
     def _before_update(self, *_: Any) -> None:
         """Before any optimizer's step: what it would write has been copied."""
@@ -378,10 +389,13 @@ class Checkpointer:
                 restorer = Restorer(
                     self._timed_group, operation, threads, alone, self._timestamps, self._runtime, accept
                 )
+                if self._place is not None:
+                    restorer.complete = self._complete
                 if checkpoint is None:
                     find = partial(checkpoints_to_restore, self.folder)
                     ask = partial(self._timed_group.ask_first, find, "looking for checkpoints", board=board)
-                    return newest_of_both(lambda: restorer.newest(ask(), state), partial(self._fetch, board))
+                    found = lambda: [self.folder / path.name for path in ask()]  # noqa: E731
+                    return newest_of_both(lambda: restorer.newest(found(), state), partial(self._fetch, board))
                 path = self._resolve(checkpoint)
                 with self._lease_on(path):
                     return restorer.named(path, state)
@@ -391,6 +405,30 @@ class Checkpointer:
         work = lambda: self._mirror is not None and self._mirror.fetch(damaged=damaged)  # noqa: E731
         what = f"downloading from {self._address}"
         return self._address is not None and self._timed_group.ask_first(work, what, board=board)
+
+    def complete(self, step: int) -> None:
+        """Downloads what the folder of rank 0 lacks of this step's checkpoint, since other machines have uploaded what
+        they wrote."""
+        path = checkpoint_path(self.folder, step)
+        if self._place is not None and self._group.rank == 0 and (path / MANIFEST).exists():
+            self._complete(path, read_file(path / MANIFEST))
+
+    def _complete(self, path: Path, data: bytes) -> None:
+        """Downloads what this rank's folder lacks of the run's checkpoint with this manifest, if this is the first rank
+        that sees the folder."""
+        step, ownership = step_of(path), self._ownership
+        if path.parent != self.folder or step is None or ownership is None or not ownership.is_first:
+            return
+        manifest = parse_manifest(data, 1 << 50)  # rank 0 has read it
+        if save_of(path) == manifest.save and not lacks_files(path, manifest):
+            return
+        place = BucketPlace(Bucket(str(self._place)))
+        try:
+            copy_checkpoint(place, FolderPlace(self.folder), step, replaces=True, given=(data, manifest))
+        except (CheckpointDamaged, FileNotFoundError) as error:
+            logger.warning("%s", describe_error(error))  # so that it is not complete
+        if self._group.rank != 0:
+            self._downloaded.add(path)
 
     def _resolve(self, checkpoint: str | Path | int) -> Path:
         if isinstance(checkpoint, (str, Path)):
@@ -402,9 +440,9 @@ class Checkpointer:
                 path = checkpoint_path(self.folder, operator.index(step))
             except TypeError:
                 raise UsageError(f"checkpoint: {checkpoint!r} is neither a step nor a path") from None
-            if self._address is not None and not path.is_dir():  # only there
+            if self._address is not None and (self.divided_for or not path.is_dir()):  # only there
                 path = checkpoint_copy(f"{self._address}/{path.name}")
-        if not path.is_dir():
+        if not path.is_dir() and not (path.parent == self.folder and self._ownership and self._ownership.divided):
             raise CheckpointNotFound(f"there is no checkpoint {path}")
         if not (path / MANIFEST).exists() and (found := checkpoints(path)):
             raise CheckpointNotFound(f"{path} is a run's folder; name a checkpoint in it, such as {found[0].name}")
@@ -425,10 +463,11 @@ class Checkpointer:
             if self._address is not None:
                 self._join()
             found: Path | None = self._timed_group.ask_first(self._newest, "looking for checkpoints")
-            return found
+            return found and self.folder / found.name
 
     def _newest(self) -> Path | None:
         for path in checkpoints(self.folder):
+            self.complete(step_of(path) or 0)
             reason = what_is_wrong(path)
             if reason is None:
                 return path
@@ -448,6 +487,10 @@ class Checkpointer:
             CheckpointNotFound: The checkpoint does not exist.
             CheckpointDamaged: Its manifest is missing or corrupted.
         """
+        own = self.folder / (f"checkpoint-{checkpoint}" if isinstance(checkpoint, int) else checkpoint)
+        if self.divided_for and own.parent == self.folder and (step := step_of(own)) and not own.is_dir():
+            with explained(str(self._place)):
+                return manifest_of(BucketPlace(Bucket(str(self._place))), step)[1]
         return read_manifest(self._resolve(checkpoint))
 
     def metadata(self, checkpoint: str | Path | int) -> dict[str, Any]:
@@ -489,10 +532,17 @@ class Checkpointer:
 
     def _join(self) -> RunOwnership:
         if self._ownership is None:
-            if self._address is not None:
-                seconds = max(self._timeout, CLAIMING)
-                self._timed_group.ask_first(self._open_place, f"opening {self._address}", seconds)
-            self._ownership = RunOwnership.join(self.folder, self._timed_group, self._timeout)
+            patience = None if self._place is None else self._patience
+            own = RunOwnership.join(self.folder, self._timed_group, self._timeout, patience)
+            self._patience = 0.0 if own.divided else SOON
+            try:
+                if self._address is not None:
+                    run, seconds = own.identity if own.divided else None, max(self._timeout, CLAIMING)
+                    self._timed_group.ask_first(partial(self._open_place, run), f"opening {self._address}", seconds)
+            except BaseException:
+                own.release()
+                raise
+            self._ownership = own
             self._planner = SavePlanner(self._timed_group, self._ownership.nodes, self._max_file_size)
             self._process = os.getpid()
             atexit.register(self._close_at_exit)
@@ -500,14 +550,30 @@ class Checkpointer:
             self._finalizer = Finalize(None, self._close_at_exit, exitpriority=0)
         return self._ownership
 
-    def _open_place(self) -> None:
+    def keep_at(self, place: str, mirror: Mirror | None = None) -> None:
+        """Before the folder is claimed: ranks that see different folders keep their parts of a checkpoint at this place
+        in a bucket. With `mirror`, on rank 0, which follows the folder, a checkpoint counts once it is all there."""
+        self._place, self._mirror = place, mirror
+
+    @property
+    def divided_for(self) -> str | None:
+        """The name of the claim where ranks see different folders, else None."""
+        return self._ownership.identity if self._ownership is not None and self._ownership.divided else None
+
+    def _open_place(self, divided_for: str | None) -> None:
         """On rank 0, at an address: claims the place, downloads the newest checkpoint, and begins to follow."""
         if self._mirror is None:
             self._mirror = Mirror(self.folder, Bucket(str(self._address)), self._policies, freed=self.delete_old)
         if not self._mirror.started:
+            self._mirror.divided_for = divided_for
             self._mirror.open()
             self._mirror.fetch()
             self._mirror.start()
+
+    @property
+    def _uploads(self) -> bool:
+        """Whether a checkpoint counts once it is in the bucket."""
+        return self._address is not None or (self._mirror is not None and self.divided_for is not None)
 
     def _upload(self, step: int) -> None:
         """On rank 0, at an address: returns once what is committed in the folder is there too."""
@@ -535,7 +601,7 @@ class Checkpointer:
             self.wait()
         finally:
             ended = self._background.join()
-            if self._mirror is not None:
+            if self._mirror is not None and self._address is not None:
                 self._mirror.close()
                 self._mirror = None
             ownership, self._ownership = self._ownership, None

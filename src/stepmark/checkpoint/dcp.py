@@ -182,6 +182,7 @@ class _Saver(Checkpointer):
             if other != str(path):
                 raise UsageError(f"checkpoint_id: {path} on this rank is {other} on rank {rank}; save to one folder")
         self.folder, self._address = saving_folder(path), address
+        self._place = None if address is None else place_of(address)[0].address
         state.compared = self._group.size > 1
         step = int((_NUMBER.search(path.name) or "0")[0])
         try:
@@ -192,7 +193,7 @@ class _Saver(Checkpointer):
         self._last = [self._thread.submit(self._finish, handle)]
         return self._last[0]
 
-    def _open_place(self) -> None:
+    def _open_place(self, divided_for: str | None) -> None:
         """The place is claimed for the upload alone."""
 
     def _upload(self, step: int) -> None:

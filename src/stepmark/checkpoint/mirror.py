@@ -66,6 +66,7 @@ class Mirror:
         needs: Callable[[Path], set[int]] = lambda checkpoint: set(),
     ) -> None:
         self.address = bucket.url
+        self.divided_for: str | None = None  # the name of the run's claim, where machines do not share the folder
         self.folder, self._source, self._place = folder, FolderPlace(folder), BucketPlace(bucket)
         self._bucket = bucket
         self._keep, self._told, self._freed, self._needs = keep, told, freed, needs
@@ -129,6 +130,8 @@ class Mirror:
                 what = f"none of the {len(failed)} checkpoints in {self.address} is complete; "
                 what += f"the newest: {failed[0][1]}; to start from scratch, name another place"
                 raise CheckpointDamaged(what)
+        if self.divided_for is not None and (newest := self._missing()[:1]) and newest[0] not in there:
+            self._send(newest[0])  # the other machines have it from there
         for step, why in failed:
             logger.warning("%s; it is set aside", why)
             self._place.set_aside(step, DAMAGED)
@@ -179,12 +182,18 @@ class Mirror:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Inside the block no further upload begins: a callback may add files to a checkpoint that is complete."""
-        self._free.clear()
+        """Inside the block no further upload begins: a callback may add files to a checkpoint that is complete. Where
+        it is so only once it is uploaded, they follow."""
+        if self.divided_for is None:
+            self._free.clear()
         try:
             yield
         finally:
             self._free.set()
+
+    def look_again(self, step: int) -> None:
+        """Uploads files that a checkpoint has got since it was uploaded."""
+        self._sent.pop(step, None)
 
     def check(self) -> None:
         """Raises CheckpointBusy where another run has taken the place over. It does not wait."""
@@ -262,7 +271,7 @@ class Mirror:
             self._send(max(older, default=missing[0]))
             return True
         if not self._tidy:
-            self._place.tidy()
+            self._place.tidy(run=self.divided_for or "-")
             self._tidy = True
         return time.monotonic() - self._pushed >= PUSH and self._push()
 

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -265,9 +265,10 @@ class BucketPlace:
         self._bucket.delete([_manifest_of(step)])
         self._bucket.delete(names if folder != own else [each.name for each in self._bucket.objects(own)])
 
-    def tidy(self, only: int | None = None) -> None:
+    def tidy(self, only: int | None = None, run: str = "-") -> None:
         """Deletes what saves have left that were not completed, were replaced, or were not deleted to the end, of all
-        steps or one: objects with the name of a save that no manifest has, complete or set aside."""
+        steps or one: objects with the name of a save that no manifest has, complete or set aside. Not those of a `run`,
+        by the name of its claim: one of its saves may be under way."""
         for name in self._bucket.inside()[0] if only is None else [f"checkpoint-{only}"]:
             if (step := step_of(Path(name))) is None:
                 continue
@@ -280,7 +281,8 @@ class BucketPlace:
             except CheckpointError as error:
                 logger.warning("%s; it is left as it is", error)
                 continue
-            self._bucket.delete([each for each, match in found if match and match[1] not in used])
+            left = [each for each, match in found if match and match[1] not in used and not match[1].startswith(run)]
+            self._bucket.delete(left)
 
     def others(self) -> dict[str, Other]:
         folders, found = self._bucket.inside()
@@ -506,9 +508,11 @@ def copy_checkpoint(
     *,
     stop: Event | None = None,
     replaces: bool = False,
+    given: tuple[bytes, Manifest] | None = None,
 ) -> Copied:
-    """One checkpoint of `copy`. `stop` ends it with InterruptedError; `replaces`: another checkpoint of that step."""
-    (data, manifest), where = manifest_of(source, step), f"{source.address}/checkpoint-{step}"
+    """One checkpoint of `copy`. `stop` ends it with InterruptedError; `replaces`: another checkpoint of that step.
+    `given`: its manifest, which the source may not have."""
+    (data, manifest), where = given or manifest_of(source, step), f"{source.address}/checkpoint-{step}"
     if manifest.step != step or not _SAVE.match(manifest.save):
         raise CheckpointDamaged(f"{where}/{MANIFEST} is of step {manifest.step} and save {manifest.save}; verify it")
     sizes, found = {entry.name: entry.size for entry in manifest.files}, source.files_of(manifest)
@@ -527,14 +531,27 @@ def copy_checkpoint(
     lengths = {name: each.size for some in (unlisted, missing) for name, each in some.items()}
     total = sum(lengths.values())
     begin(total)
+    streams = {name: source.blocks(manifest, name, size) for name, size in lengths.items()}
+    for name, entry in missing.items():
+        streams[name] = checked(streams[name], manifest, entry, f"{where}/{name}")
+    write_all(destination, manifest, streams, advance, stop)
+    destination.commit(manifest, data)
+    return Copied(step, count, total + len(data))
+
+
+def write_all(
+    destination: Place,
+    manifest: Manifest,
+    streams: Mapping[str, Iterator[Any]],
+    advance: Callable[[int], object] = lambda count: None,
+    stop: Event | None = None,
+) -> None:
+    """Makes files of a checkpoint, some at a time; parameters as `copy_checkpoint`."""
     stops = (Event(), *([] if stop is None else [stop]))
 
     def send(name: str, blocks: Iterator[Any]) -> None:
         destination.write(manifest, name, counted(blocks, advance, stops))
 
-    streams = {name: source.blocks(manifest, name, size) for name, size in lengths.items()}
-    for name, entry in missing.items():
-        streams[name] = checked(streams[name], manifest, entry, f"{where}/{name}")
     with ThreadPoolExecutor(FILES, thread_name_prefix="stepmark-copy") as pool:
         sent = [pool.submit(send, *each) for each in streams.items()]
         try:
@@ -542,8 +559,15 @@ def copy_checkpoint(
                 future.result()
         finally:
             stops[0].set()  # an interrupt waits for no file's end
-    destination.commit(manifest, data)
-    return Copied(step, count, total + len(data))
+
+
+def upload(address: str, folder: Path, manifest: Manifest, entries: Sequence[FileEntry]) -> None:
+    """Uploads files of a checkpoint that is not complete yet, verified on the way."""
+    streams = {}
+    for entry in entries:
+        path = folder / entry.name
+        streams[entry.name] = checked(file_blocks(path), manifest, entry, str(path))
+    write_all(BucketPlace(Bucket(address)), manifest, streams)
 
 
 def missing_others(others: dict[str, Other], there: dict[str, Other]) -> dict[str, Other]:

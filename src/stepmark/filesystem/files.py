@@ -30,6 +30,7 @@ TEMPORARY = ".stepmark-"  # begins the names of files that are being made; 32 he
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 PATIENCE = 60.0  # seconds that a mount may remember a missing name
+SOON = 5.0  # seconds in which a mount that ranks share shows a new name, where it is known that they may share none
 _POLL = 0.1
 
 Result = TypeVar("Result")
@@ -82,6 +83,18 @@ def _is_listed(path: Path) -> bool:
         return path.name in os.listdir(path.parent)
     except OSError:
         return False
+
+
+def appears(path: Path, patience: float | None = None) -> bool:
+    """Whether what another machine has made is there within `patience` seconds; default: PATIENCE."""
+    deadline = time.monotonic() + (PATIENCE if patience is None else patience)
+    while not os.path.exists(path):  # Path.exists raises where it may not look
+        if time.monotonic() > deadline:
+            return False
+        with contextlib.suppress(OSError):
+            os.listdir(path.parent)  # makes a network file system refresh its view
+        time.sleep(0.2)
+    return True
 
 
 def make_folder(path: Path, *, parents: bool = True) -> None:

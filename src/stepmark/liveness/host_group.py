@@ -151,6 +151,10 @@ class HostGroup:
             time.sleep(_NOTICED / 20)
         return PeerFailed(describe_lost_peer(str(error), gone or "another rank"))
 
+    def store(self, prefix: str) -> dist.Store:
+        """The ranks' store, of names that begin with `prefix`."""
+        return dist.PrefixStore(prefix, distributed_c10d._get_default_store())
+
     def tell(self, topic: str, text: str) -> None:
         """Puts a text into the ranks' store, if that answers."""
         self._ask_store(lambda store: store.set(topic, pack(text)))  # type: ignore[arg-type]

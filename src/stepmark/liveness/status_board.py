@@ -1,4 +1,4 @@
-"""The ranks' progress in a save, exchanged in the background: small files in a shared folder.
+"""The ranks' progress in a save, exchanged in the background: small files in a shared folder, or the ranks' store.
 
 A collective that a rank never joins neither names that rank nor ends in time. Here a rank posts the result of a phase
 under a topic. Ranks that need the result poll until it is there, a rank has reported a failure, or the deadline has
@@ -12,12 +12,13 @@ lost if the process was killed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class StatusBoard:
         self.try_to_post(_PHASE, phase)
 
     def post(self, topic: str, value: Any = None) -> None:
-        files.replace_file(self.folder / f"{topic}.{self.rank}", json.dumps(value).encode())
+        self._put(f"{topic}.{self.rank}", json.dumps(value).encode())
 
     def try_to_post(self, topic: str, value: Any = None) -> None:
         """Posts a value; logs if that fails, as on a full disk, or takes long: others then wait until the deadline."""
@@ -99,14 +100,14 @@ class StatusBoard:
             if not self._group.lost:  # else the error that has told so is being raised
                 logger.warning("not all ranks have ended a save: %s", error)
             return False
-        files.remove_tree(self.folder)
+        self._remove()
         return True
 
     def has(self, topic: str, rank: int) -> bool:
-        return (self.folder / f"{topic}.{rank}").exists()
+        return bool(self._present([f"{topic}.{rank}"]))
 
     def read(self, topic: str, rank: int) -> Any:
-        return json.loads((self.folder / f"{topic}.{rank}").read_bytes())
+        return json.loads(self._get(f"{topic}.{rank}"))
 
     def wait(
         self, topic: str, ranks: Collection[int], deadline: float, *, raise_failures: bool = True
@@ -120,10 +121,7 @@ class StatusBoard:
         wanted = {f"{topic}.{rank}": rank for rank in ranks}
         while True:
             due = self._group.lost or self._clock.now() - posted > _POST_EVERY
-            if due or first or len(wanted) > _FEW:  # listing is expensive, and every rank polls
-                present = set(os.listdir(self.folder))
-            else:
-                present = {name for name in wanted if (self.folder / name).exists()}
+            present = self._present(wanted, all_names=due or first or len(wanted) > _FEW)
             first = False
             if raise_failures:
                 self._raise_failure(present)
@@ -157,8 +155,8 @@ class StatusBoard:
         for name in sorted(present):
             topic, _, rank = name.partition(".")
             if topic == _FAILED and rank.isdigit() and int(rank) != self.rank:
-                path = self.folder / name
-                raise RankFailed(f"rank {rank}: {json.loads(files.when_visible(path.read_bytes, path))}")
+                reason = files.when_visible(lambda: self._get(name), self.folder / name)  # noqa: B023
+                raise RankFailed(f"rank {rank}: {json.loads(reason)}")
 
     def missing(self, topic: str, ranks: Collection[int]) -> str | None:
         """Which of these ranks have not posted under the topic, and what they are doing; None if all have."""
@@ -170,6 +168,24 @@ class StatusBoard:
         self.try_to_post(_PHASE, self._phase)
         now = self._now()
         return listed([f"rank {rank} ({self._doing(rank, now)})" for rank in ranks])
+
+    # Where the posts are
+
+    def _put(self, name: str, data: bytes) -> None:
+        files.replace_file(self.folder / name, data)
+
+    def _get(self, name: str) -> bytes:
+        """Raises FileNotFoundError."""
+        return (self.folder / name).read_bytes()
+
+    def _present(self, names: Collection[str], *, all_names: bool = False) -> set[str]:
+        """Those of the posts that are there; with `all_names`, others too. Listing is expensive; every rank polls."""
+        if all_names:
+            return set(os.listdir(self.folder))
+        return {name for name in names if (self.folder / name).exists()}
+
+    def _remove(self) -> None:
+        files.remove_tree(self.folder)
 
     def _now(self) -> float:
         """The time by the file system's clock, or by this machine's if this rank cannot post."""
@@ -207,3 +223,76 @@ class UnsharedStore(StatusBoard):
     def describe(self, ranks: Collection[int]) -> str:
         """Any rank may be late."""
         return "a rank"
+
+
+class StoreBoard(StatusBoard):
+    """Of ranks that see different folders: the posts are in their store, under the last two names of `folder`."""
+
+    def __init__(self, folder: Path, rank: int, group: HostGroup, clock: Clock = CLOCK) -> None:
+        super().__init__(folder, rank, group, clock)
+        name = f"{folder.parent.name}/{folder.name}"
+        self._store_topic = f"{_FAILED}/{name}"
+        self._store, self._size = group.store(name), group.size
+        self._own: list[str] = []  # posts that nobody needs once the save is committed
+        self._count = 0
+        self._heard: dict[int, tuple[bytes, float]] = {}  # each rank's last phase, and when it was posted
+
+    def open(self) -> None:
+        """There is nothing to create."""
+
+    def leave(self) -> None:
+        super().leave()
+        with contextlib.suppress(OSError):
+            self._delete(self._own if self.rank else [])  # others may not have read yet what rank 0 has posted
+
+    def _put(self, name: str, data: bytes) -> None:
+        self._count += 1  # so that a phase that is posted again is another post
+        with _answering():
+            self._store.set(name, b"%d " % self._count + data)  # type: ignore[arg-type]
+        if not name.startswith((_PHASE, _DONE, _FAILED)):
+            self._own.append(name)
+
+    def _get(self, name: str) -> bytes:
+        return self._raw(name).partition(b" ")[2]
+
+    def _raw(self, name: str) -> bytes:
+        if not self._present([name]):
+            raise FileNotFoundError(name)
+        with _answering():
+            return bytes(self._store.get(name))
+
+    def _present(self, names: Collection[str], *, all_names: bool = False) -> set[str]:
+        with _answering():
+            if self._store.check(list(names)):
+                return set(names)
+            return {name for name in names if self._store.check([name])}
+
+    def _remove(self) -> None:
+        small = [f"{topic}.{rank}" for topic in (_PHASE, _DONE, _FAILED) for rank in range(self._size)]
+        self._delete([*self._own, *small])
+
+    def _delete(self, names: Collection[str]) -> None:
+        with _answering():
+            for name in names:
+                self._store.delete_key(name)
+
+    def _now(self) -> float:
+        return self._clock.now()
+
+    def _silence(self, rank: int, now: float) -> float:
+        try:
+            post = self._raw(f"{_PHASE}.{rank}")
+        except FileNotFoundError:
+            return math.inf
+        if self._heard.get(rank, (b"",))[0] != post:
+            self._heard[rank] = post, now
+        return now - self._heard[rank][1]
+
+
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    """Inside the block, the ranks' store answers; else OSError is raised."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(errno.ECONNRESET, "the ranks' store does not answer") from error

@@ -35,8 +35,9 @@ def check_device(args: TrainingFields, device: str) -> None:
 class Run:
     """What a run has before there is a model, and keeps over all calls of `train`. `log` writes on rank 0 alone."""
 
-    def __init__(self, context: Context, folder: Path) -> None:
-        self.context = context
+    def __init__(self, context: Context, folder: Path, *, shared: bool = True) -> None:
+        """`shared`: all ranks have to see the folder."""
+        self.context, self._shared = context, shared
         self.log = RunLog(folder, writes=context.host.rank == 0 and not extracting_graphs())
         self._prepared = False
 
@@ -56,14 +57,14 @@ class Run:
         check_hosting(context.runtime, sizes[0], sizes[2], args.data_parallel_replicas)
         check_place(args, context.host)
         check_shared_memory(args, context.host)
-        return cls(context, Path(args.output_dir))
+        return cls(context, Path(args.output_dir), shared=args.mirror_to is None)
 
     def prepare_folder(self) -> None:
         """Creates the output folder and checks that all ranks can use it. Collective.
 
         Raises UsageError, StepmarkError or LaunchError as `prepare_output_folder`.
         """
-        prepare_output_folder(self.log.folder, self.context.host)
+        prepare_output_folder(self.log.folder, self.context.host, shared=self._shared)
         self._prepared = True
 
     def begin_training(self, folder: Path) -> None:

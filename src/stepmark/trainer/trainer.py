@@ -207,7 +207,7 @@ class Trainer:
         self.context: Context = self._run.context
         self.mesh = prepare_model(model, self.args, self.context)
         self.model = model
-        self._saved = SavedModel(model, self.mesh, Path(self.args.output_dir))
+        self._saved = SavedModel(model, self.mesh, Path(self.args.output_dir), self.args.mirror_to)
         for name in filter(self._overridden, NEED_COMPLETE_MODEL):
             check_pipeline(name, self.mesh.pipeline.size)
         if self.args.batch_eval_metrics and compute_metrics is not None:
@@ -605,8 +605,6 @@ class Trainer:
             MemorySnapshots(self.args, checkpointer, self.context.host, make) as snapshots,
             RunMirror(self.args, keep, checkpointer, self.context, run.log) as mirror,
         ):
-            if mirror.url is not None:
-                checkpointer.claim()
             resume = mirror.open(resume)
             hosts, snapshot = self._hosts_ranks and self.args.hosts_ranks, snapshots.newest()
             keep_logical_ranks(self.mesh, checkpointer, resume, snapshot, hosts=hosts)

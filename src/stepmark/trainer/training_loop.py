@@ -675,9 +675,11 @@ class TrainingLoop:
             self._hooks.save(self._begin_save, self._checkpointer.wait)
             self._callbacks.progress.line(f"{'saving' if self._args.async_save else 'saved'} checkpoint-{self._step}")
             if self._callbacks.hears("on_save"):
-                self._checkpointer.wait()  # a callback may read the checkpoint, or add files to it
+                self._checkpointer.wait()
+                self._checkpointer.complete(self._step)  # a callback may read the checkpoint, or add files to it
                 with self._user_changes.watching(WRITTEN, settings=True):
                     self._callbacks.event("on_save")
+                self._mirror.look_again(self._step)
             else:
                 self._callbacks.event("on_save")
             self._user_changes.check()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from stepmark.checkpoint.places import verify_there
 from stepmark.filesystem.json_files import read_lines
 from stepmark.launch.signal_listener import INTERRUPTED
 from stepmark.trainer.run_folder.run_log import EVENTS
@@ -58,6 +59,7 @@ class Pods(BrakedRun):
         self.pods = pods
         self.places = dict.fromkeys(("/shared", "/recipes", "/scratch", "/tmp"), str(folder))
         self.variables: dict[str, str] = {}  # that the container's machine would add
+        self.own_disks = False  # of each pod
         write_recipe(folder, logging_steps=1, max_steps=STEPS, save_strategy="steps", save_steps=5)
 
     def start(self, *, slowly: bool = False) -> list[subprocess.Popen[bytes]]:
@@ -71,6 +73,8 @@ class Pods(BrakedRun):
 
     def _start(self, index: int, port: str) -> subprocess.Popen[bytes]:
         words = [*self._container["command"], *self._container["args"]]
+        if self.own_disks:
+            self.places["/scratch"] = str(self.folder / f"disk-{index}")
         here = {AGENT: str(EXAMPLES / "spot_notice.py"), "--nproc=8": "--nproc=2", "--nproc=auto": "--nproc=2"}
         command = [here.get(word, self._filled(word)) for word in words]
         with open(self.folder / f"log-{index}", "ab") as log:
@@ -145,6 +149,25 @@ def test_a_container_without_a_volume_goes_on_from_the_bucket(tmp_path: Path, un
         shutil.rmtree(run.folder / "cache")
         service.begun.clear()
         assert run.end(run.start()) == [0], run.log()
+    assert run.losses() == undisturbed.losses()
+    assert run.resumptions()
+    assert model_digest(run.out) == model_digest(undisturbed.out)
+
+
+def test_pods_that_share_no_volume_go_on_from_the_bucket(tmp_path: Path) -> None:
+    undisturbed = Pods(tmp_path / "undisturbed", "kubernetes/several_pods.yaml", PODS)
+    assert undisturbed.end(undisturbed.start()) == [0] * PODS, undisturbed.log()
+    run = Pods(tmp_path / "evicted", "kubernetes/several_pods_bucket.yaml", PODS)
+    run.own_disks = True
+    with object_store() as proxy:
+        address = f"{make_bucket(proxy)}/run"
+        run.places["s3://my-bucket/run"] = address
+        run.out = run.folder / "disk-0" / "cache" / "runs" / address.replace("://", "/")
+        run.evict()
+        for index in range(PODS):
+            shutil.rmtree(run.folder / f"disk-{index}")
+        assert run.end(run.start()) == [0] * PODS, run.log()
+        assert [report.faults for report in verify_there(address)] == [()] * (STEPS // 5 + 1)
     assert run.losses() == undisturbed.losses()
     assert run.resumptions()
     assert model_digest(run.out) == model_digest(undisturbed.out)

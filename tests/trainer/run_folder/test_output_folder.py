@@ -173,6 +173,6 @@ def test_a_folder_that_one_rank_may_not_read_does_not_appear_there(
 
     monkeypatch.setattr(files, "PATIENCE", 0.1)
     monkeypatch.setattr(os, "listdir", refuses)
-    assert not output_folder._appears(tmp_path / "probe")
+    assert not files.appears(tmp_path / "probe")
     monkeypatch.setattr(os, "stat", refuses)
-    assert not output_folder._appears(tmp_path / "probe")
+    assert not files.appears(tmp_path / "probe")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from stepmark.checkpoint.format.checkpoint_folders import quarantine
 from stepmark.checkpoint.format.integrity import check_integrity, read_values, what_is_wrong
-from stepmark.checkpoint.format.manifest import MASTER, Manifest, read_manifest
+from stepmark.checkpoint.format.manifest import MANIFEST, MASTER, Manifest, read_manifest
 from stepmark.checkpoint.format.read_errors import FileIncomplete
 from stepmark.checkpoint.operation import Operation
 from stepmark.checkpoint.restore.aliasing import separate
@@ -28,6 +28,7 @@ from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.checkpoint.sections import Section, describe, runtime_of
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from stepmark.filesystem.files import read_file
 from stepmark.filesystem.json_values import decode
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.gc_pause import without_collection
@@ -72,7 +73,8 @@ class Restorer:
 
     `alone`: no other rank is on this node. `clock` is informed of the checkpoints' times. `runtime`: of the state's
     device, if not that of its tensors. `accept` may refuse a checkpoint, by raising, before it is compared with the
-    state. `compare` compares the two.
+    state. `compare` compares the two. `complete` downloads what a rank's folder lacks of a checkpoint, by the manifest
+    that rank 0 has of it.
     """
 
     group: TimedGroup
@@ -83,6 +85,7 @@ class Restorer:
     runtime: Runtime | None = None
     accept: Accept | None = None
     compare: Compare = compare
+    complete: Callable[[Path, bytes], None] | None = None
     _save: str | None = None  # which the checkpoint is of that was compared last
 
     def newest(self, candidates: Sequence[Path], state: Mapping[str, Any]) -> Restored | None:
@@ -119,6 +122,10 @@ class Restorer:
         """Restores from this checkpoint; returns its step. Raises CheckpointDamaged, on all ranks."""
         self._save = None
         with ExitStack() as files, ExitStack() as undo:
+            if self.complete is not None:
+                ask = partial(self.group.ask_first, partial(_manifest_data, path), f"looking at {path.name}")
+                if (data := ask(board=self.operation.board)) is not None:
+                    self._together("downloading", partial(self.complete, path, data), path)
             plan: ReadPlan = self._together("comparing", lambda: self._compare(path, state, files, undo), path)
             undo.pop_all()  # the state fits on all ranks, and keeps what was made
             self._together("reading", plan.read, path)
@@ -222,6 +229,15 @@ class Restorer:
                 quarantined.append((path, reason))
                 logger.error("quarantined the corrupted %s as %s; using %s instead", path.name, new_name, used.name)
         return quarantined
+
+
+def _manifest_data(path: Path) -> bytes | None:
+    """The bytes of a manifest that can be read; None without one."""
+    try:
+        read_manifest(path)
+        return read_file(path / MANIFEST)
+    except (CheckpointError, FileNotFoundError):
+        return None  # which the comparison finds
 
 
 def _check_same(outcomes: Sequence[RestoreOutcome], path: Path) -> None:

@@ -61,10 +61,7 @@ class Commit:
 
     def write_manifest(self, temporary: Path, plan: SavePlan, headers: Mapping[int, str]) -> int:
         """Writes all files that hold no tensors; returns the bytes of all files."""
-        entries = []
-        for number, file in enumerate(plan.files):
-            writers = tuple((share.rank, share.end) for share in file.shares)
-            entries.append(FileEntry(file.name, file.size, headers[number], file.header_size, writers))
+        entries = [file.entry(headers[number]) for number, file in enumerate(plan.files)]
         files.make_folder(temporary)
         made = {VALUES: self.values}
         if (index := model_index(plan)) is not None:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
 from stepmark.checkpoint.format.dtypes import item_size
+from stepmark.checkpoint.format.manifest import FileEntry
 from stepmark.checkpoint.format.tensor_file import PAGE, StoredTensor, header_size, order
 from stepmark.errors import UsageError
 from stepmark.sharding.layout import Shape, TensorSlice
@@ -86,6 +87,11 @@ class PlannedFile:
     @property
     def finalizer(self) -> int:
         return self.shares[0].rank
+
+    def entry(self, header: str) -> FileEntry:
+        """As the manifest lists it; `header` is its checksum."""
+        writers = tuple((share.rank, share.end) for share in self.shares)
+        return FileEntry(self.name, self.size, header, self.header_size, writers)
 
 
 @dataclass(frozen=True)

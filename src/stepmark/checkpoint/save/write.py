@@ -3,13 +3,14 @@
 copying      each rank makes the copies that are left
 writing      each rank writes and syncs its shares of the files       -> "written", to the ranks that finalize files
 finalizing   a file's first writer adds the header with all checksums -> "finalized", to rank 0
+uploading    the first rank of each folder other than rank 0's        -> "uploaded", to rank 0
 committing   rank 0 commits (commit.py)                               -> "committed", to all
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
@@ -25,6 +26,7 @@ from stepmark.filesystem import files
 if TYPE_CHECKING:  # they import torch, which an import of a checkpoint does without
     from stepmark.checkpoint.operation import Operation
     from stepmark.checkpoint.save.commit import Commit
+    from stepmark.checkpoint.save.division import Division
     from stepmark.checkpoint.save.snapshot import Extent, PendingCopies
 
 BLOCK = 8 * CHECKSUM_BLOCK
@@ -44,6 +46,7 @@ class SaveWriter:
     copies: PendingCopies
     threads: int
     commit: Commit
+    division: Division | None = None  # where ranks see different folders
 
     def run(self, memory: memoryview) -> tuple[Path, int | None]:
         """Completes the save; returns the checkpoint's path and, on rank 0, the bytes of its files.
@@ -53,7 +56,11 @@ class SaveWriter:
         """
         self.copies.run(memory, self.threads)  # first: the next update must not wait for a file system
         self._finalize_files(self._write(memory))
+        if self.division is not None and self.rank in self.division.senders(self.plan):
+            self._upload()
         committed = self._commit()
+        if self.division is not None and 0 < self.division.folders[self.rank] == self.rank:
+            self.division.clear(self.temporary)
         self.operation.leave()
         return committed
 
@@ -80,17 +87,34 @@ class SaveWriter:
             headers[index] = bytes_checksum(header)
         self.operation.board.post("finalized", headers)
 
+    def _upload(self) -> None:
+        assert self.division is not None
+        self.operation.enter("uploading")
+        own = self.division.files_of(self.plan, self.rank)
+        posts = self.operation.wait("finalized", {file.finalizer for file in own.values()})
+        headers = _headers(posts)
+        entries = [file.entry(headers[index]) for index, file in own.items()]
+        self.division.upload(self.temporary, self.commit.manifest, entries)
+        self.operation.board.post("uploaded")
+
     def _commit(self) -> tuple[Path, int | None]:
         self.operation.enter("committing")
         written = ("written", {share.rank for file in self.plan.files for share in file.shares})
         finalized = ("finalized", {file.finalizer for file in self.plan.files})
         if self.rank != 0:
-            return Path(self.operation.wait("committed", [0], [written, finalized])[0]), None
+            name = self.operation.wait("committed", [0], [written, finalized])[0]
+            return self.temporary.with_name(name), None
         posts = self.operation.wait("finalized", finalized[1], [written])
-        headers = {int(index): checksum for post in posts.values() for index, checksum in post.items()}
-        path, size = self.commit.run(self.temporary, self.plan, headers)
-        self.operation.board.post("committed", str(path))
+        if self.division is not None:
+            self.operation.wait("uploaded", self.division.senders(self.plan))
+        path, size = self.commit.run(self.temporary, self.plan, _headers(posts))
+        self.operation.board.post("committed", path.name)
         return path, size
+
+
+def _headers(posts: Mapping[int, Mapping[str, str]]) -> dict[int, str]:
+    """The checksums of headers, by file's index, of what ranks have posted as finalized."""
+    return {int(index): checksum for post in posts.values() for index, checksum in post.items()}
 
 
 def write_extents(

@@ -15,14 +15,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
+from stepmark.checkpoint.format.checkpoint_folders import COORDINATION, checkpoint_path
 from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, WRITTEN
+from stepmark.checkpoint.places import BucketPlace
 from stepmark.checkpoint.sections import describe
 from stepmark.checkpoint.written_form import own_class
 from stepmark.data.loader.collate import PadTo
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.error_advice import with_advice
+from stepmark.filesystem.objects import Bucket
 from stepmark.filesystem.printable import listed
 from stepmark.liveness.host_group import HostGroup
 from stepmark.model_folder.consolidate import consolidate, weight_files
@@ -55,10 +57,12 @@ def write_model(
     timeout: float,
     host: HostGroup | None = None,
     state: Mapping[str, Tensor] | None = None,
+    place: str | None = None,
 ) -> None:
     """Writes the complete model under Hugging Face's file names. Each file appears atomically, and weight files of an
     earlier model are removed last. The model does not change. Collective among the mesh's ranks, or those of `host`;
-    `timeout`, in seconds, bounds each phase. With `state`, a state dict, its values are written.
+    `timeout`, in seconds, bounds each phase. With `state`, a state dict, its values are written. What ranks hold that
+    do not see the folder comes through `place`, the run's in a bucket.
 
     Raises StepmarkError, on all ranks, where the folder cannot be written.
     """
@@ -80,7 +84,16 @@ def write_model(
         runtime.step_boundary()
     if sharded:
         with Checkpointer(staging, group=host, runtime=runtime, async_save=False, save_timeout=timeout) as checkpointer:
+            if place is not None:
+                checkpointer.keep_at(f"{place}/{COORDINATION}/model")
             checkpointer.save(0, {"model": model}, model_only=True)
+            checkpointer.complete(0)
+            divided = checkpointer.divided_for is not None
+        if divided and host.rank == 0:
+            BucketPlace(Bucket(f"{place}/{COORDINATION}/model")).tidy()
+        elif divided and not checkpoint_path(staging, 0).exists():  # on another machine than rank 0's
+            with contextlib.suppress(FileNotFoundError):
+                _clear(staging)
 
     def finish() -> None:
         complete = staging / "complete"
@@ -206,8 +219,9 @@ class SavedModel:
     A user's `save_model` writes the files that a checkpoint gets into a folder inside the run's, before the save.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, output_folder: Path) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, output_folder: Path, place: str | None) -> None:
         self.module = saved_module(model)
+        self._place = place
         self._mesh = mesh
         self._rank = mesh.context.host.rank
         self._folder = (output_folder / ".save_model").absolute()
@@ -234,7 +248,7 @@ class SavedModel:
             raise UsageError("_save: ranks hold the model together; call save_model() on all of them")
         else:
             host = HostGroup() if alone else self._mesh.context.host
-            write_model(folder, self.module, self._mesh, processing_class, timeout, host, state)
+            write_model(folder, self.module, self._mesh, processing_class, timeout, host, state, self._place)
 
     def collect(self, save_model: Callable[..., None]) -> None:
         """Calls a user's `save_model`, which takes a folder, to write into an empty one. Collective."""

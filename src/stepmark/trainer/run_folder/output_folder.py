@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import shutil
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -104,8 +103,9 @@ def check_named_checkpoint(checkpoint: Path) -> None:
 # Preparing the folder
 
 
-def prepare_output_folder(folder: Path, host: HostGroup) -> None:
-    """Creates the folder and checks that every rank sees what rank 0 writes there. Collective.
+def prepare_output_folder(folder: Path, host: HostGroup, *, shared: bool = True) -> None:
+    """Creates the folder and checks that every rank sees what rank 0 writes there; unless it has to be `shared`, others
+    create their own. Collective.
 
     Raises UsageError where it is not writable, StepmarkError where the disk is full or missing, or became read-only
     under a run, LaunchError where ranks see different folders.
@@ -131,16 +131,18 @@ def prepare_output_folder(folder: Path, host: HostGroup) -> None:
 
     on_rank_0(host, create, explain)
     try:
-        seen = host.all_gather(_appears(folder / token))
+        seen = host.all_gather(files.appears(folder / token, None if shared else files.SOON))
     finally:
         if host.rank == 0:
             files.remove_file(folder / token)
     blind = [rank for rank, sees in enumerate(seen) if not sees]
-    if blind:
+    if blind and shared:
         raise LaunchError(
             f"output_dir: rank {', '.join(map(str, blind))} does not see what rank 0 writes to {folder}; "
-            "output_dir has to be one folder that all ranks share"
+            "output_dir has to be one folder that all ranks share, unless the run has a bucket (mirror_to)"
         )
+    if host.rank in blind:
+        files.make_folder(folder)
 
 
 def _check_records(folder: Path) -> None:
@@ -161,17 +163,6 @@ def _remove_leftovers(folder: Path, own: str) -> None:
             old = _LEFT.match(path.name) and now - path.lstat().st_mtime > 2 * files.PATIENCE
             if old and files.regular_file_size(path) is not None:
                 files.remove_file(path)
-
-
-def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + files.PATIENCE
-    while not os.path.exists(path):  # Path.exists raises where it may not look
-        if time.monotonic() > deadline:
-            return False
-        with contextlib.suppress(OSError):
-            os.listdir(path.parent)  # makes a network file system refresh its view
-        time.sleep(0.2)
-    return True
 
 
 def check_start(folder: Path, model: nn.Module, args: TrainingFields, context: Context, *, resumes: bool) -> int:

@@ -65,6 +65,9 @@ class RunMirror:
         self._mirror: Mirror | None = None
         if self.url is not None and self._host.rank == 0:
             self._mirror = Mirror(self._folder, Bucket(self.url), keep, self._told, checkpointer.delete_old, _best_of)
+        if self.url is not None:
+            checkpointer.keep_at(self.url, self._mirror)
+        self._checkpointer = checkpointer
 
     def _told(self, copied: Copied, seconds: float) -> None:
         self._log.event("mirrored", copied.step or 0, bytes=copied.sent, seconds=seconds)
@@ -86,11 +89,14 @@ class RunMirror:
             return on_rank_0(self._host, lambda: call and call.result(), explain, (OSError, StepmarkError))
 
     def open(self, resume: bool | str | None) -> bool | str | None:
-        """Claims the place, and downloads what is newer than the folder's checkpoints where the run resumes. Returns
-        `resume`, with a path in place of an address. Collective. Raises UsageError where an earlier run is there that
-        does not go on, or StepmarkError."""
+        """Claims the folder and the place, and downloads what is newer than the folder's checkpoints where the run
+        resumes. Returns `resume`, with a path in place of an address. Collective. Raises UsageError where an earlier
+        run is there that does not go on, or StepmarkError."""
+        if self.url is not None:
+            self._checkpointer.claim()
 
         def claim(mirror: Mirror) -> None:
+            mirror.divided_for = self._checkpointer.divided_for
             there = mirror.open()
             if not resume and (there or mirror.has_records()):
                 what = f"checkpoints of an earlier run (checkpoint-{there[0]})" if there else "logs of an earlier run"
@@ -123,8 +129,13 @@ class RunMirror:
             self._mirror.start()
 
     def holding(self) -> AbstractContextManager[None]:
-        """Inside the block no further upload begins."""
+        """As `Mirror.holding`."""
         return nullcontext() if self._mirror is None else self._mirror.holding()
+
+    def look_again(self, step: int) -> None:
+        """As `Mirror.look_again`."""
+        if self._mirror is not None:
+            self._mirror.look_again(step)
 
     def check(self) -> None:
         """Raises CheckpointBusy, on rank 0, where another run has taken the place over."""

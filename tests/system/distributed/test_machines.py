@@ -1,0 +1,165 @@
+"""Machines that share no folder: what each writes of a checkpoint goes to the run's bucket."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.checkpoint.places import verify_there
+from stepmark.filesystem.objects import Bucket
+from tests.support import machine_programs
+from tests.support.buckets import Proxy, Request, make_bucket, object_store
+from tests.support.ranks import Ranks
+from tests.support.two_nodes import available
+
+pytestmark = pytest.mark.skipif(not available(), reason="needs the right to make namespaces")
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Proxy]:
+    with object_store() as proxy:
+        yield proxy
+
+
+class Cluster:
+    """Machines with the folder `here` each, and a bucket."""
+
+    def __init__(self, ranks: Ranks, folder: Path, proxy: Proxy) -> None:
+        self.address, self.here = f"{make_bucket(proxy)}/run", folder / "here"
+        self._ranks, self._folder = ranks, folder
+        self._variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        self._variables["STEPMARK_CACHE"] = str(self.here / "cache")
+
+    def run(self, program: Any, machines: list[int], *arguments: Any) -> Any:
+        given = str(self.here), machines, *arguments
+        return self._ranks.run(program, *given, nproc=len(machines), environment=self._variables)
+
+    def lose(self, machine: int) -> None:
+        shutil.rmtree(self._folder / f"machine-{machine}")
+
+    def saves(self) -> dict[str, set[str]]:
+        """By checkpoint, what is there: the manifest, and folders of saves."""
+        found: dict[str, set[str]] = {}
+        for each in Bucket(self.address).objects():
+            if each.name.startswith("checkpoint-"):
+                checkpoint, inside, *_ = each.name.split("/")
+                found.setdefault(checkpoint, set()).add(inside)
+        return found
+
+
+@pytest.fixture
+def cluster(ranks: Ranks, tmp_path: Path, store: Proxy) -> Cluster:
+    store.fault = lambda *_: None
+    return Cluster(ranks, tmp_path, store)
+
+
+def test_a_checkpoint_is_whole_in_the_bucket_and_read_on_any_machines(cluster: Cluster) -> None:
+    """One rank alone and two together, one machine that has all of a folder, three, a new one first."""
+    before, step = None, None
+    for machines in ([0, 1, 1], [0, 0], [0, 1, 2], [3, 1]):
+        told = cluster.run(machine_programs.save, machines, cluster.address, 3).check()
+        assert {each["restored"] for each in told} == {step}, machines
+        assert before is None or {each["digest"] for each in told} == {before}, machines
+        before, step = told[0]["saved"], (step or 0) + 3
+        assert {each["saved"] for each in told} == {before}
+        assert all(each["newest"] == f"checkpoint-{step}" and each["metadata"] == {"step": step} for each in told)
+        assert all(each["whole"] for each in told)
+        for machine, each in zip(machines, told, strict=True):
+            kept = [f"checkpoint-{step - 1}", f"checkpoint-{step}"] if machine == machines[0] else []
+            assert each["left"] == kept, (machines, machine)
+        saves = cluster.saves()
+        assert sorted(saves) == sorted([f"checkpoint-{step - 1}", f"checkpoint-{step}"])
+        assert all(len(inside) == 2 for inside in saves.values()), "a manifest, and the save that it names"
+        assert [report.faults for report in verify_there(cluster.address)] == [(), ()]
+
+
+def test_a_part_that_cannot_be_uploaded_is_named_and_the_checkpoint_before_stands(
+    cluster: Cluster, store: Proxy
+) -> None:
+    written: list[str] = []
+
+    def refuse(_: int, sent: Request) -> int | None:
+        name = sent[1]
+        if sent[0] == "PUT" and "checkpoint-2/" in name and "safetensors" in name:
+            written.append(name)
+            return 403
+        return None
+
+    store.fault = refuse
+    told = cluster.run(machine_programs.save, [0, 1], cluster.address, 3).check()
+    assert written
+    for rank, each in enumerate(told):
+        (error,) = each["errors"]
+        assert error.startswith("step 2 was not saved: ")
+        assert ("rank 1: " in error) is (rank == 0)
+        assert "403" in error or "permission" in error.lower() or "refuse" in error
+        assert each["newest"] == "checkpoint-3"
+    assert sorted(cluster.saves()) == ["checkpoint-1", "checkpoint-3"]
+    assert [report.faults for report in verify_there(cluster.address)] == [(), ()]
+
+
+@pytest.mark.parametrize("lost", [None, 0, 1])
+def test_a_run_that_ended_before_the_manifest_was_uploaded(lost: int | None, cluster: Cluster, store: Proxy) -> None:
+    """The first machine has it, and what the second has written is in the bucket: nothing is deleted there."""
+    store.fault = lambda _, sent: 403 if sent[0] == "PUT" and "checkpoint-2/manifest" in sent[1] else None
+    told = cluster.run(machine_programs.save, [0, 1], cluster.address, 2).check()
+    assert all(len(each["errors"]) == 1 and each["newest"] == "checkpoint-2" for each in told)
+    store.fault = lambda *_: None
+    if lost is not None:
+        cluster.lose(lost)
+    goes_on = cluster.run(machine_programs.save, [0, 1], cluster.address, 1).check()
+    if lost == 0:
+        assert [each["restored"] for each in goes_on] == [1, 1]
+    else:
+        assert [(each["restored"], each["digest"]) for each in goes_on] == [(2, told[0]["saved"])] * 2
+    assert all(len(inside) == 2 for inside in cluster.saves().values())
+
+
+def test_a_state_dict_is_saved_from_machines_with_caches_of_their_own(cluster: Cluster) -> None:
+    address = f"{cluster.address}/checkpoint-7"
+    assert cluster.run(machine_programs.dcp_step, [0, 1], address).check() == [True, True]
+    assert cluster.run(machine_programs.dcp_step, [2, 3, 3], address).check() == [True, True, True]
+    assert {name: len(inside) for name, inside in cluster.saves().items()} == {"checkpoint-7": 2}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "zero_1": {"zero_1": True, "save_total_limit": 2},
+    "fsdp": {"fsdp": "full_shard", "async_save": False},
+    "the best model": {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,  # so that it is an early one
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_run_goes_on_with_the_same_bits_whatever_machines_are_lost(options: dict[str, Any], cluster: Cluster) -> None:
+    alone = {**options, "output_dir": str(cluster.here / "whole")}
+    whole = cluster.run(machine_programs.train, [9, 9], alone, None).check()
+    options = {**options, "output_dir": cluster.address, "resume_from_checkpoint": True}
+    train = machine_programs.train
+    assert cluster.run(train, [0, 1], options, 3).codes == [-9, -9]
+    cluster.lose(0)
+    assert cluster.run(train, [1, 2], options, 5).codes == [-9, -9]
+    cluster.lose(1)
+    cluster.lose(2)
+    assert cluster.run(train, [3, 3], options, 7).codes == [-9, -9]
+    told = cluster.run(train, [4, 3], options, None).check()
+    assert told[0].pop("resumed")
+    assert whole[0].pop("resumed") == []
+    assert told == whole  # losses, evaluations, the final model, which has left nothing beside it
+    assert not any(each["beside"] for each in told)
+    bucket, (save,) = Bucket(cluster.address), cluster.saves()["checkpoint-8"] - {"manifest.json"}
+    assert bucket.read(f"checkpoint-8/{save}/added.txt") == b"8"
+    assert all(report.faults == () for report in verify_there(cluster.address))
+    assert bucket.objects(".stepmark/model") == []
