@@ -13,7 +13,7 @@ import pytest
 from stepmark.checkpoint.places import verify_there
 from stepmark.filesystem.objects import Bucket
 from tests.support import machine_programs
-from tests.support.buckets import Proxy, Request, make_bucket, object_store
+from tests.support.buckets import Proxy, Request, failing_each_once, make_bucket, object_store
 from tests.support.ranks import Ranks
 from tests.support.two_nodes import available
 
@@ -118,6 +118,21 @@ def test_a_run_that_ended_before_the_manifest_was_uploaded(lost: int | None, clu
     else:
         assert [(each["restored"], each["digest"]) for each in goes_on] == [(2, told[0]["saved"])] * 2
     assert all(len(inside) == 2 for inside in cluster.saves().values())
+
+
+@pytest.mark.parametrize("fault", ["cut before", "cut after", "twice", 500, 503])
+def test_any_request_may_fail(fault: str | int, cluster: Cluster, store: Proxy) -> None:
+    """Each request of three saves with retention fails once, on either machine, and is repeated."""
+    seen: set[Request] = set()
+    store.fault = failing_each_once(fault, seen)
+    told = cluster.run(machine_programs.save, [0, 1], cluster.address, 3).check()
+    store.fault = lambda *_: None
+    assert len(seen) > 15
+    assert not any("errors" in each for each in told)
+    assert [report.faults for report in verify_there(cluster.address)] == [(), ()]
+    goes_on = cluster.run(machine_programs.save, [2, 0], cluster.address, 1).check()
+    assert [(each["restored"], each["digest"]) for each in goes_on] == [(3, told[0]["saved"])] * 2
+    assert all(len(inside) == 2 for inside in cluster.saves().values()), "nothing is left of what failed"
 
 
 def test_a_state_dict_is_saved_from_machines_with_caches_of_their_own(cluster: Cluster) -> None:
