@@ -475,7 +475,7 @@ class TrainingLoop:
                 self._snapshots.wait()
         callbacks.state.global_step += 1
         callbacks.state.epoch = batch.epoch
-        tokens = self._flos.tokens(batch)
+        tokens = self._flos.tokens(batch, len(parts.mesh.ranks.own))
         callbacks.state.total_flos += self._flos.per_token * tokens
         callbacks.state.num_input_tokens_seen += round(tokens)
         self._show_progress()
