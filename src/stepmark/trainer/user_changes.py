@@ -43,7 +43,8 @@ class UserChanges:
         self._context, self._runtime = parts.context, parts.context.runtime
         self._model, self._optimizer, self._schedule = parts.model, parts.optimizer, parts.schedule
         self._parameters = dict(parts.model.named_parameters())
-        self._trained = self._flags()
+        self._trained, held = self._flags(), {id(each) for each in parts.saved.parameters()}
+        self._base = {name: each for name, each in self._parameters.items() if id(each) not in held}
         self._first_saved = self._saved()
         self._rates = list(getattr(self._schedule, "base_lrs", ()))
         self._run, self._callbacks = run, run.handler.callbacks
@@ -180,9 +181,9 @@ class UserChanges:
         return {name: self._runtime.version(each) for name, each in self._parameters.items()} | flags
 
     def _beside_tensors(self) -> dict[str, Any]:
-        """By name: the states of what modules and callbacks keep that is in no checkpoint. Left out are modules with
-        an extra state, and numbers of callbacks and datasets."""
-        found: dict[str, Any] = {}
+        """By name: the states of what modules and callbacks keep that is in no checkpoint, the base of an adapter too.
+        Left out are modules with an extra state, and numbers of callbacks and datasets."""
+        found: dict[str, Any] = {name: self._runtime.version(each) for name, each in self._base.items()}
         callbacks = ((type(each).__name__, each) for each in self._callbacks)
         data = self._datasets | self._samplers
         collators = {COLLATOR: self._collator}.items() if hasattr(self._collator, "__dict__") else ()
