@@ -133,8 +133,8 @@ class RunCallbacks:
             self.run_log.describe(mirror_to=self.args.mirror_to)
         if self.args.prometheus_file is not None:
             self.run_log.export(self.args.prometheus_file)
-        finished = self.state.global_step >= total_steps
-        self.run_log.stays_done = finished and RunStatus.read(self.run_log.folder).state == DONE
+        before = RunStatus.read(self.run_log.folder)
+        self.run_log.stays_done = self.state.global_step >= total_steps and before.state == DONE
         self.run_log.status(RUNNING, self.state.global_step)
         self.begun = self.training = True
 

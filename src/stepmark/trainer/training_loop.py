@@ -38,9 +38,10 @@ from stepmark.trainer.evaluation import EvaluationProgress
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
 from stepmark.trainer.interruption.run_end import reason_to_stop, record_end, record_stop, withdraw
 from stepmark.trainer.resume import ARITHMETIC, arithmetic_of, locate_best, restore_run
+from stepmark.trainer.run_folder.log_history import read_state
 from stepmark.trainer.run_folder.memory_snapshots import MemorySnapshots
 from stepmark.trainer.run_folder.output_folder import check_start, set_aside_earlier_attempt, set_aside_finished_run
-from stepmark.trainer.run_folder.run_log import POSITION
+from stepmark.trainer.run_folder.run_log import POSITION, TRAINER_STATE
 from stepmark.trainer.run_folder.run_mirror import RunMirror
 from stepmark.trainer.run_folder.status import DONE, RunStatus
 from stepmark.trainer.run_folder.time_spent import KEPT, TimeSpent
@@ -213,8 +214,7 @@ class TrainingLoop:
         status = RunStatus.read(Path(self._args.output_dir)) if resume else RunStatus()
         self._monitor.spent = TimeSpent(status.content)
         if resume:
-            named = Path(resume) if isinstance(resume, str) else None
-            named = self._snapshots.newest(self._parts.identity) if named is None else named
+            named = Path(resume) if isinstance(resume, str) else self._snapshots.newest(self._parts.identity)
             if named is None:
                 restored = newest_of_both(partial(self._restore, None), self._mirror.fetch)
             else:
@@ -255,11 +255,11 @@ class TrainingLoop:
 
     # The loop
 
-    def train(self, restored: Path | None) -> tuple[dict[str, Any], int]:
+    def train(self, restored: Path | None) -> dict[str, Any]:
         """Trains to the end of the run, and loads the best model where the arguments ask for it. Collective.
 
-        `restored` is what `restore` returned. Returns the values of train_results.json, and the number of steps that
-        this process has trained.
+        `restored` is what `restore` returned. Returns the values of train_results.json; they stay where an earlier
+        process has ended the run.
         """
         parts, callbacks, first, evaluating = self._parts, self._callbacks, self._step, self._unfinished is not None
         self._begin(restored)
@@ -270,6 +270,7 @@ class TrainingLoop:
         with noisy_embeddings(parts.model, self._args.neftune_noise_alpha):
             self._run(restored)
         seconds, steps = time.perf_counter() - began, self._step - first
+        ended = {} if steps or evaluating else self._earlier_end()
         mean_loss = self._losses.mean_loss()
         # The time since the last log, in which the last evaluation and the last save were.
         machine = {**self._monitor.part_fields(), "target_tokens": self._losses.since_start["tokens"]}
@@ -287,11 +288,25 @@ class TrainingLoop:
             "train_samples_per_second": samples / seconds,
             "train_steps_per_second": steps / seconds,
         }
-        if steps or evaluating:  # a process that found the run finished has trained nothing
+        if ended:
+            metrics |= {name: ended[name] for name in metrics if name in ended}
+        else:
             callbacks.log(metrics, machine)
         callbacks.event("on_train_end")
         parts.context.host.barrier()  # the run is done where no rank hangs in a callback
-        return {"epoch": callbacks.state.epoch, **metrics}, steps
+        return {"epoch": callbacks.state.epoch, **metrics}
+
+    def _earlier_end(self) -> dict[str, Any]:
+        """The last log of an earlier process, if it has ended the run at this step; the history is then that of its
+        end. Empty where none has. Collective."""
+        path, host, history = Path(self._args.output_dir) / TRAINER_STATE, self._parts.context.host, None
+        with contextlib.suppress(OSError, ValueError):
+            history = read_state(path).log_history if host.rank == 0 else None
+        history = host.broadcast(history)
+        ends = [log for log in history or () if "train_loss" in log and log["step"] == self._step]
+        if ends:
+            self._callbacks.state.log_history = history
+        return dict(ends[-1]) if ends else {}
 
     def _run(self, restored: Path | None) -> None:
         """Trains to the last step, or until a callback stops it; returns when all ranks and all saves are done."""
@@ -673,11 +688,9 @@ class TrainingLoop:
         with self._monitor.within("save", self._step), self._mirror.holding():
             self._hooks.save(self._begin_save, self._checkpointer.wait)
             self._callbacks.progress.line(f"{'saving' if self._args.async_save else 'saved'} checkpoint-{self._step}")
-            if self._callbacks.hears("on_save"):
+            if heard := self._callbacks.hears("on_save"):
                 self._checkpointer.wait()  # a callback may read the checkpoint, or add files to it
-                with self._user_changes.watching(WRITTEN, settings=True):
-                    self._callbacks.event("on_save")
-            else:
+            with self._user_changes.watching(WRITTEN, settings=True) if heard else contextlib.nullcontext():
                 self._callbacks.event("on_save")
             self._user_changes.check()
 
