@@ -301,7 +301,7 @@ class TrainingLoop:
         end. Empty where none has. Collective."""
         path, host, history = Path(self._args.output_dir) / TRAINER_STATE, self._parts.context.host, None
         with contextlib.suppress(OSError, ValueError):
-            history = read_state(path).log_history if host.rank == 0 else None
+            history = [*read_state(path).log_history] if host.rank == 0 else None
         history = host.broadcast(history)
         ends = [log for log in history or () if "train_loss" in log and log["step"] == self._step]
         if ends:
