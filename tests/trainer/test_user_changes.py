@@ -413,6 +413,37 @@ def test_what_a_resumed_run_calls_again_changes_nothing_again(tmp_path: Path, ev
     assert run("cut", None, True) == whole
 
 
+class Later(TrainerCallback):
+    """Sets, where an epoch begins, what the dataset's class has a value of, from a step on that no whole epoch has."""
+
+    trainer: Any = None
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step >= SAVED:
+            self.trainer.train_dataset.shift = 3
+
+
+class Shifted(Curriculum):
+    shift = 0
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        del self.shift
+
+
+def test_a_value_of_a_datasets_class_stays_where_a_resumed_run_begins_the_epoch_again(tmp_path: Path) -> None:
+    def run(folder: str, stop: int | None, resume: bool) -> str:
+        callback: Any = Later()
+        trainer = make(str(tmp_path / folder), stop, callback)
+        trainer.train_dataset = Shifted(trainer.train_dataset)
+        trainer.train(resume_from_checkpoint=resume)
+        return checksum(trainer)
+
+    whole = run("whole", None, False)
+    run("cut", STOPPED, False)
+    assert run("cut", None, True) == whole
+
+
 class Drops(Trainer):
     """Leaves the gradients of a step out, or doubles them, after the passes of a micro-batch."""
 

@@ -271,7 +271,6 @@ class TrainingLoop:
             self._run(restored)
         seconds, steps = time.perf_counter() - began, self._step - first
         ended = {} if steps or evaluating else self._earlier_end()
-        mean_loss = self._losses.mean_loss()
         # The time since the last log, in which the last evaluation and the last save were.
         machine = {**self._monitor.part_fields(), "target_tokens": self._losses.since_start["tokens"]}
         if self._args.load_best_model_at_end:
@@ -283,7 +282,7 @@ class TrainingLoop:
         samples = steps * parts.loader.layout.global_batch
         metrics = {
             "total_flos": callbacks.state.total_flos,
-            "train_loss": mean_loss,
+            "train_loss": self._losses.mean_loss(),
             "train_runtime": seconds,
             "train_samples_per_second": samples / seconds,
             "train_steps_per_second": steps / seconds,
@@ -423,8 +422,7 @@ class TrainingLoop:
         over = position["epoch"] >= self._callbacks.state.num_train_epochs and self._cut_epochs and not self._epoch_open
         control.should_training_stop |= self._ends or over
         self._ends = False
-        at_end = position["samples"] == 0
-        if self._epoch_open and (at_end or control.should_training_stop or control.should_epoch_stop):
+        if self._epoch_open and (not position["samples"] or control.should_training_stop or control.should_epoch_stop):
             self._end_epoch()
 
     def _event(self, name: str) -> None:
@@ -530,8 +528,7 @@ class TrainingLoop:
 
     def _show_progress(self) -> None:
         progress = self._callbacks.progress
-        due = progress.due()
-        if due:
+        if due := progress.due():
             self._losses.settle()
         if not due or self._losses.last_loss is None:
             progress.step(self._step)
@@ -554,12 +551,10 @@ class TrainingLoop:
         speed = self._losses.timed_tokens / seconds
         self._callbacks.progress.unit = self._unit()
         self._losses.timed_tokens = 0
-        machine = self._monitor.log_fields(seconds)
-        machine["target_tokens"] = self._losses.since_start["tokens"]
-        loads = self._losses.take_loads()
+        loads, tokens = self._losses.take_loads(), self._losses.since_start["tokens"]
         self._monitor.anomalies.loads(self._step, loads)
         over_layers, of_layers = load_fields(loads)
-        machine |= of_layers
+        machine = {**self._monitor.log_fields(seconds), "target_tokens": tokens, **of_layers}
         log = {**values, "learning_rate": self._learning_rate, "tokens_per_second": speed, **over_layers}
         if self._args.include_num_input_tokens_seen != "no":
             log["num_input_tokens_seen"] = self._callbacks.state.num_input_tokens_seen

@@ -99,10 +99,13 @@ class UserChanges:
             return
         restored, state, groups = self.state_dict(), vars(self._run.state), self._optimizer.inner.param_groups
         hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        intervals = {name: state[name] for name in self._run.intervals}
+        intervals, known = {name: state[name] for name in self._run.intervals}, self._of_datasets().keys()
         with self.watching(f"written to in {event}, which a resumed run calls again; do that in a step's event"):
             yield
         self.load_state_dict(restored)
+        for name in self._of_datasets().keys() - known:  # up to now the value of a class
+            owner, _, attribute = name.rpartition(".")
+            delattr(self._datasets[owner], attribute)
         state.update(intervals)
         for group, values in zip(groups, hyperparameters, strict=True):
             group.update(values)
