@@ -251,6 +251,8 @@ class RunCallbacks:
         restored = "log_history total_flos num_input_tokens_seen best_metric best_global_step best_model_checkpoint"
         for name in restored.split():
             setattr(self.state, name, getattr(saved, name))
+        if saved.best_global_step is not None:
+            self.run_log.describe(best_metric=saved.best_metric)
         states: Any = saved.stateful_callbacks  # plain values, once they were read from a file
         # A class of which there are several has a list of them, in order.
         left = {name: list(found) if isinstance(found, list) else [found] for name, found in states.items()}
