@@ -288,7 +288,7 @@ class TrainingLoop:
             "train_steps_per_second": steps / seconds,
         }
         if ended:
-            metrics |= {name: ended[name] for name in metrics if name in ended}
+            metrics = {name: value for name, value in ended.items() if name not in ("epoch", "step")}
         else:
             callbacks.log(metrics, machine)
         callbacks.event("on_train_end")
@@ -412,9 +412,9 @@ class TrainingLoop:
 
     def _finish_step_of_earlier_process(self) -> None:
         """Completes the evaluation in which the run was stopped, and ends an epoch that was left open."""
+        self._parts.model.train()  # as after that step: what is logged may ask
         if self._unfinished is not None:
-            for flag, value in self._unfinished["control"].items():
-                setattr(self._callbacks.control, flag, value)
+            vars(self._callbacks.control).update(self._unfinished["control"])
             self._callbacks.control.should_evaluate = True  # the callbacks of the first of several sets have unset it
             self._follow_control()
             self._unfinished = None
