@@ -241,6 +241,7 @@ def train(folder: str, cell: dict[str, Any], last: int | None = None) -> dict[st
         "learning_rate": 0.01,
         "max_grad_norm": 0.5,
         "logging_steps": 1,
+        "include_num_input_tokens_seen": True,
         "eval_strategy": "steps",
         "eval_steps": 3,
         "save_steps": 1,
@@ -270,6 +271,7 @@ def train(folder: str, cell: dict[str, Any], last: int | None = None) -> dict[st
     trainer.train()
     trainer.context.host.barrier()
     names = ("loss", "grad_norm", "eval_loss", "eval_mean", "eval_rows", "learning_rate", "epoch", "num_tokens")
+    names += ("num_input_tokens_seen", "total_flos")
     history = [{name: log[name] for name in ("step", *names) if name in log} for log in trainer.state.log_history]
     return {"history": history, "digest": digest_of(Path(folder))}
 

@@ -54,12 +54,3 @@ def test_a_trainer_of_a_script_opens_its_own(tmp_path: Path, prepared: list[Path
     trainer.train()
     assert prepared == [tmp_path / "first", tmp_path / "second"]
     assert len(read_metrics(tmp_path / "first")) == len(read_metrics(tmp_path / "second")) > 0
-
-
-def test_a_process_that_trained_no_step_keeps_the_results(tmp_path: Path) -> None:
-    run = Run.open(arguments(tmp_path))
-    first = {"epoch": 1.0, "train_loss": 2.0}
-    assert run.write_training(first, 3, [1]) == first
-    assert run.write_training({"epoch": 1.0, "train_loss": 0.0}, 0, [1]) == first
-    again = {"epoch": 2.0, "train_loss": 0.0}  # more epochs were asked for, and a callback has stopped it
-    assert run.write_training(again, 0, [1]) == again

@@ -73,14 +73,33 @@ def test_results_are_those_of_the_best_model_where_it_is_loaded(tmp_path: Path) 
 
 
 def test_a_finished_run_that_is_started_again_keeps_its_results(tmp_path: Path) -> None:
-    options = {**steps("eval", 4), **steps("save", 4), "resume_from_checkpoint": True}
+    options = {**steps("eval", 4), **steps("save", 4), "resume_from_checkpoint": True, "metric_for_best_model": "loss"}
     train(tmp_path, **options)
-    names = ("train_results.json", "eval_results.json", "all_results.json")
+    best = read(tmp_path / "status.json")["best_metric"]
+    names = ("train_results.json", "eval_results.json", "all_results.json", "trainer_state.json")
     before = {name: read(tmp_path / name) for name in names}
     metrics = (tmp_path / "metrics.jsonl").read_text().count("eval_loss")
     train(tmp_path, **options)
     assert {name: read(tmp_path / name) for name in names} == before
     assert (tmp_path / "metrics.jsonl").read_text().count("eval_loss") == metrics
+    assert read(tmp_path / "status.json")["best_metric"] == best
+
+
+def test_a_run_that_is_killed_between_its_last_save_and_its_end_has_the_same_history(tmp_path: Path) -> None:
+    options = {**steps("eval", 4), **steps("save", 4), "resume_from_checkpoint": True}
+    timed = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+
+    def history() -> list[dict[str, Any]]:
+        logs = read(tmp_path / "trainer_state.json")["log_history"]
+        return [{name: log[name] for name in log if name not in timed} for log in logs]
+
+    train(tmp_path, **options)
+    whole = history()
+    for name in ("trainer_state.json", "train_results.json", "status.json"):
+        (tmp_path / name).unlink()
+    train(tmp_path, **options)
+    assert history() == whole
+    assert "train_loss" in whole[-1]
 
 
 def test_a_run_that_is_continued_after_its_end_has_new_results(tmp_path: Path) -> None:

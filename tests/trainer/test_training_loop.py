@@ -120,6 +120,40 @@ def test_a_resumed_run_follows_what_callbacks_have_asked_for_before(
     assert finished.train().global_step == epochs[-1]
 
 
+def test_the_log_of_an_epochs_end_sees_the_model_training_also_in_a_resumed_run(tmp_path: Path) -> None:
+    """TRL's trainers log training's metrics then, and those of evaluations otherwise."""
+    options: dict[str, Any] = {"max_steps": 10, "logging_strategy": "epoch", **steps("save", 1)}
+    with pytest.raises(RuntimeError, match="failed"):
+        run(tmp_path, FailsAt("on_epoch_end", 5), **options)
+    seen: list[bool] = []
+    resumed, _ = trainer(tmp_path, resume_from_checkpoint=True, **options)
+    resumed.model.eval()  # as from_pretrained returns it
+    log = resumed.log
+    resumed.log = lambda *given: (seen.append(resumed.model.training), log(*given))  # type: ignore[method-assign]
+    resumed.train()
+    assert seen == [True] * 3
+
+
+def test_a_finished_run_that_is_started_again_keeps_what_a_log_of_ones_own_has_added(tmp_path: Path) -> None:
+    """As TRL's trainers add their metrics."""
+
+    def adding(log: Any) -> Any:
+        def added(logs: dict[str, float], *given: Any) -> None:
+            logs.update(extra=2.0)
+            log(logs, *given)
+
+        return added
+
+    found = []
+    for _ in range(2):
+        made, _recorder = trainer(tmp_path, resume_from_checkpoint=True, **steps("save", 6))
+        made.log = adding(made.log)  # type: ignore[method-assign]
+        made.train()
+        found.append(json.loads((tmp_path / "train_results.json").read_text()))
+    assert found[0] == found[1]
+    assert found[0]["extra"] == 2.0
+
+
 class Breaks(TrainerCallback):
     """Makes the weights nan before a step, counted from 1."""
 

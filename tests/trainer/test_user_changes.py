@@ -16,7 +16,8 @@ from transformers import TrainerCallback
 from stepmark import Mesh, Trainer, TrainingArguments
 from stepmark.errors import UsageError
 from stepmark.training.optimizer import build_optimizer
-from tests.support.programs import VOCABULARY, StopsAt, checksum, tiny_model
+from tests.support.models import with_lora
+from tests.support.programs import VOCABULARY, Blocks, StopsAt, checksum, tiny_model
 from tests.support.ranks import Ranks
 
 STEPS, CHANGED, SAVED, STOPPED = 7, 2, 3, 4
@@ -336,6 +337,25 @@ def test_what_no_checkpoint_has_is_told_once(
     assert told is None or re.search(told, found[0])
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
+@pytest.mark.filterwarnings("ignore:.*save_embedding_layers.*:UserWarning")
+@pytest.mark.parametrize(("part", "told"), [("lora_B", 0), ("ln_f.bias", 1)])
+def test_what_is_written_to_the_base_of_an_adapter_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, part: str, told: int
+) -> None:
+    def scale(trainer: Trainer) -> None:
+        with torch.no_grad():
+            next(each for name, each in trainer.model.named_parameters() if part in name).mul_(1.5)
+
+    args = TrainingArguments(output_dir=str(tmp_path), device="cpu", max_steps=4, save_steps=1, disable_tqdm=True)
+    model, change = with_lora(tiny_model(), {}), Changes(scale)
+    change.trainer = Trainer(model, args, train_dataset=Blocks(8), callbacks=[change])
+    change.trainer.train()
+    lost = [each for each in caplog.messages if "changed by training, and in no checkpoint" in each]
+    assert len(lost) == told
+    assert all(f"transformer.{part}:" in each for each in lost)
+
+
 def test_a_resumed_run_tells_what_it_writes_when_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make(str(tmp_path), STOPPED, Changes(write, 0, "on_train_begin")).train()
     make(str(tmp_path), None, Changes(write, SAVED, "on_train_begin")).train(resume_from_checkpoint=True)
@@ -385,6 +405,37 @@ def test_what_a_resumed_run_calls_again_changes_nothing_again(tmp_path: Path, ev
         trainer = make(str(tmp_path / folder), stop, callback)
         if given:
             trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=0.01)
+        trainer.train(resume_from_checkpoint=resume)
+        return checksum(trainer)
+
+    whole = run("whole", None, False)
+    run("cut", STOPPED, False)
+    assert run("cut", None, True) == whole
+
+
+class Later(TrainerCallback):
+    """Sets, where an epoch begins, what the dataset's class has a value of, from a step on that no whole epoch has."""
+
+    trainer: Any = None
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step >= SAVED:
+            self.trainer.train_dataset.shift = 3
+
+
+class Shifted(Curriculum):
+    shift = 0
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        del self.shift
+
+
+def test_a_value_of_a_datasets_class_stays_where_a_resumed_run_begins_the_epoch_again(tmp_path: Path) -> None:
+    def run(folder: str, stop: int | None, resume: bool) -> str:
+        callback: Any = Later()
+        trainer = make(str(tmp_path / folder), stop, callback)
+        trainer.train_dataset = Shifted(trainer.train_dataset)
         trainer.train(resume_from_checkpoint=resume)
         return checksum(trainer)
 

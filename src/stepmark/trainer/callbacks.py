@@ -133,8 +133,8 @@ class RunCallbacks:
             self.run_log.describe(mirror_to=self.args.mirror_to)
         if self.args.prometheus_file is not None:
             self.run_log.export(self.args.prometheus_file)
-        finished = self.state.global_step >= total_steps
-        self.run_log.stays_done = finished and RunStatus.read(self.run_log.folder).state == DONE
+        before = RunStatus.read(self.run_log.folder)
+        self.run_log.stays_done = self.state.global_step >= total_steps and before.state == DONE
         self.run_log.status(RUNNING, self.state.global_step)
         self.begun = self.training = True
 
@@ -251,6 +251,8 @@ class RunCallbacks:
         restored = "log_history total_flos num_input_tokens_seen best_metric best_global_step best_model_checkpoint"
         for name in restored.split():
             setattr(self.state, name, getattr(saved, name))
+        if saved.best_global_step is not None:
+            self.run_log.describe(best_metric=saved.best_metric)
         states: Any = saved.stateful_callbacks  # plain values, once they were read from a file
         # A class of which there are several has a list of them, in order.
         left = {name: list(found) if isinstance(found, list) else [found] for name, found in states.items()}

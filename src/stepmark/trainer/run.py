@@ -82,16 +82,6 @@ class Run:
 
     # Results
 
-    def write_training(self, metrics: Metrics, steps: int, datasets: Collection[Any]) -> Metrics:
-        """Writes train_results.json, and returns its values. A process that found the run finished, and trained no
-        step, keeps the results of the one that finished it. Collective."""
-        if not steps:
-            earlier = self.context.host.broadcast(self.log.read_results("train"))
-            if earlier is not None and earlier.get("epoch") == metrics["epoch"]:
-                return {name: earlier[name] for name in metrics if name in earlier}
-        self.write_results("train", metrics, datasets)
-        return metrics
-
     def write_results(self, split: str, metrics: Metrics, datasets: Collection[Any]) -> None:
         """Writes `<split>_results.json`, with the number of samples of `datasets` where all have one."""
         counted = datasets and all(hasattr(dataset, "__len__") for dataset in datasets)

@@ -622,9 +622,9 @@ class Trainer:
                     theirs = any(map(self._overridden, ("evaluate", "evaluation_loop", "get_eval_dataloader")))
                     if evaluates and not extracting_graphs() and not theirs:
                         self.evaluation.foretell_memory(self._eval_sets().values(), self.get_eval_dataloader)
-                    metrics, steps = loop.train(loop.restore(resume))
+                    metrics = loop.train(loop.restore(resume))
                     self._hub.wait()
-                    metrics = run.write_training(metrics, steps, [self.train_dataset] if save_model else [])
+                    run.write_results("train", metrics, [self.train_dataset] if save_model else [])
                     Trainer.save_state(self)
                 if save_model:
                     self.save_model()

@@ -39,9 +39,10 @@ from stepmark.trainer.evaluation import EvaluationProgress
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
 from stepmark.trainer.interruption.run_end import reason_to_stop, record_end, record_stop
 from stepmark.trainer.resume import ARITHMETIC, arithmetic_of, locate_best, restore_run
+from stepmark.trainer.run_folder.log_history import read_state
 from stepmark.trainer.run_folder.memory_snapshots import MemorySnapshots
 from stepmark.trainer.run_folder.output_folder import check_start, set_aside_earlier_attempt, set_aside_finished_run
-from stepmark.trainer.run_folder.run_log import POSITION
+from stepmark.trainer.run_folder.run_log import POSITION, TRAINER_STATE
 from stepmark.trainer.run_folder.run_mirror import RunMirror
 from stepmark.trainer.run_folder.status import DONE, RunStatus
 from stepmark.trainer.run_folder.time_spent import KEPT, TimeSpent
@@ -214,8 +215,7 @@ class TrainingLoop:
         status = RunStatus.read(Path(self._args.output_dir)) if resume else RunStatus()
         self._monitor.spent = TimeSpent(status.content)
         if resume:
-            named = Path(resume) if isinstance(resume, str) else None
-            named = self._snapshots.newest(self._parts.identity) if named is None else named
+            named = Path(resume) if isinstance(resume, str) else self._snapshots.newest(self._parts.identity)
             if named is None:
                 restored = newest_of_both(partial(self._restore, None), self._mirror.fetch)
             else:
@@ -256,11 +256,11 @@ class TrainingLoop:
 
     # The loop
 
-    def train(self, restored: Path | None) -> tuple[dict[str, Any], int]:
+    def train(self, restored: Path | None) -> dict[str, Any]:
         """Trains to the end of the run, and loads the best model where the arguments ask for it. Collective.
 
-        `restored` is what `restore` returned. Returns the values of train_results.json, and the number of steps that
-        this process has trained.
+        `restored` is what `restore` returned. Returns the values of train_results.json; they stay where an earlier
+        process has ended the run.
         """
         parts, callbacks, first, evaluating = self._parts, self._callbacks, self._step, self._unfinished is not None
         self._begin(restored)
@@ -271,7 +271,7 @@ class TrainingLoop:
         with noisy_embeddings(parts.model, self._args.neftune_noise_alpha):
             self._run(restored)
         seconds, steps = time.perf_counter() - began, self._step - first
-        mean_loss = self._losses.mean_loss()
+        ended = {} if steps or evaluating else self._earlier_end()
         # The time since the last log, in which the last evaluation and the last save were.
         machine = {**self._monitor.part_fields(), "target_tokens": self._losses.since_start["tokens"]}
         if self._args.load_best_model_at_end:
@@ -283,16 +283,30 @@ class TrainingLoop:
         samples = steps * parts.loader.layout.global_batch
         metrics = {
             "total_flos": callbacks.state.total_flos,
-            "train_loss": mean_loss,
+            "train_loss": self._losses.mean_loss(),
             "train_runtime": seconds,
             "train_samples_per_second": samples / seconds,
             "train_steps_per_second": steps / seconds,
         }
-        if steps or evaluating:  # a process that found the run finished has trained nothing
+        if ended:
+            metrics = {name: value for name, value in ended.items() if name not in ("epoch", "step")}
+        else:
             callbacks.log(metrics, machine)
         callbacks.event("on_train_end")
         parts.context.host.barrier()  # the run is done where no rank hangs in a callback
-        return {"epoch": callbacks.state.epoch, **metrics}, steps
+        return {"epoch": callbacks.state.epoch, **metrics}
+
+    def _earlier_end(self) -> dict[str, Any]:
+        """The last log of an earlier process, if it has ended the run at this step; the history is then that of its
+        end. Empty where none has. Collective."""
+        path, host, history = Path(self._args.output_dir) / TRAINER_STATE, self._parts.context.host, None
+        with contextlib.suppress(OSError, ValueError):
+            history = [*read_state(path).log_history] if host.rank == 0 else None
+        history = host.broadcast(history)
+        ends = [log for log in history or () if "train_loss" in log and log["step"] == self._step]
+        if ends:
+            self._callbacks.state.log_history = history
+        return dict(ends[-1]) if ends else {}
 
     def _run(self, restored: Path | None) -> None:
         """Trains to the last step, or until a callback stops it; returns when all ranks and all saves are done."""
@@ -399,9 +413,9 @@ class TrainingLoop:
 
     def _finish_step_of_earlier_process(self) -> None:
         """Completes the evaluation in which the run was stopped, and ends an epoch that was left open."""
+        self._parts.model.train()  # as after that step: what is logged may ask
         if self._unfinished is not None:
-            for flag, value in self._unfinished["control"].items():
-                setattr(self._callbacks.control, flag, value)
+            vars(self._callbacks.control).update(self._unfinished["control"])
             self._callbacks.control.should_evaluate = True  # the callbacks of the first of several sets have unset it
             self._follow_control()
             self._unfinished = None
@@ -409,8 +423,7 @@ class TrainingLoop:
         over = position["epoch"] >= self._callbacks.state.num_train_epochs and self._cut_epochs and not self._epoch_open
         control.should_training_stop |= self._ends or over
         self._ends = False
-        at_end = position["samples"] == 0
-        if self._epoch_open and (at_end or control.should_training_stop or control.should_epoch_stop):
+        if self._epoch_open and (not position["samples"] or control.should_training_stop or control.should_epoch_stop):
             self._end_epoch()
 
     def _event(self, name: str) -> None:
@@ -476,7 +489,7 @@ class TrainingLoop:
                 self._snapshots.wait()
         callbacks.state.global_step += 1
         callbacks.state.epoch = batch.epoch
-        tokens = self._flos.tokens(batch)
+        tokens = self._flos.tokens(batch, len(parts.mesh.ranks.own))
         callbacks.state.total_flos += self._flos.per_token * tokens
         callbacks.state.num_input_tokens_seen += round(tokens)
         self._show_progress()
@@ -516,8 +529,7 @@ class TrainingLoop:
 
     def _show_progress(self) -> None:
         progress = self._callbacks.progress
-        due = progress.due()
-        if due:
+        if due := progress.due():
             self._losses.settle()
         if not due or self._losses.last_loss is None:
             progress.step(self._step)
@@ -540,12 +552,10 @@ class TrainingLoop:
         speed = self._losses.timed_tokens / seconds
         self._callbacks.progress.unit = self._unit()
         self._losses.timed_tokens = 0
-        machine = self._monitor.log_fields(seconds)
-        machine["target_tokens"] = self._losses.since_start["tokens"]
-        loads = self._losses.take_loads()
+        loads, tokens = self._losses.take_loads(), self._losses.since_start["tokens"]
         self._monitor.anomalies.loads(self._step, loads)
         over_layers, of_layers = load_fields(loads)
-        machine |= of_layers
+        machine = {**self._monitor.log_fields(seconds), "target_tokens": tokens, **of_layers}
         log = {**values, "learning_rate": self._learning_rate, "tokens_per_second": speed, **over_layers}
         if self._args.include_num_input_tokens_seen != "no":
             log["num_input_tokens_seen"] = self._callbacks.state.num_input_tokens_seen
@@ -674,14 +684,13 @@ class TrainingLoop:
         with self._monitor.within("save", self._step), self._mirror.holding():
             self._hooks.save(self._begin_save, self._checkpointer.wait)
             self._callbacks.progress.line(f"{'saving' if self._args.async_save else 'saved'} checkpoint-{self._step}")
-            if self._callbacks.hears("on_save"):
+            if heard := self._callbacks.hears("on_save"):
                 self._checkpointer.wait()
                 self._checkpointer.complete(self._step)  # a callback may read the checkpoint, or add files to it
-                with self._user_changes.watching(WRITTEN, settings=True):
-                    self._callbacks.event("on_save")
-                self._mirror.look_again(self._step)
-            else:
+            with self._user_changes.watching(WRITTEN, settings=True) if heard else contextlib.nullcontext():
                 self._callbacks.event("on_save")
+            if heard:
+                self._mirror.look_again(self._step)
             self._user_changes.check()
 
     def _begin_save(self) -> None:

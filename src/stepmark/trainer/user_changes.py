@@ -43,7 +43,8 @@ class UserChanges:
         self._context, self._runtime = parts.context, parts.context.runtime
         self._model, self._optimizer, self._schedule = parts.model, parts.optimizer, parts.schedule
         self._parameters = dict(parts.model.named_parameters())
-        self._trained = self._flags()
+        self._trained, held = self._flags(), {id(each) for each in parts.saved.parameters()}
+        self._base = {name: each for name, each in self._parameters.items() if id(each) not in held}
         self._first_saved = self._saved()
         self._rates = list(getattr(self._schedule, "base_lrs", ()))
         self._run, self._callbacks = run, run.handler.callbacks
@@ -98,10 +99,13 @@ class UserChanges:
             return
         restored, state, groups = self.state_dict(), vars(self._run.state), self._optimizer.inner.param_groups
         hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        intervals = {name: state[name] for name in self._run.intervals}
+        intervals, known = {name: state[name] for name in self._run.intervals}, self._of_datasets().keys()
         with self.watching(f"written to in {event}, which a resumed run calls again; do that in a step's event"):
             yield
         self.load_state_dict(restored)
+        for name in self._of_datasets().keys() - known:  # up to now the value of a class
+            owner, _, attribute = name.rpartition(".")
+            delattr(self._datasets[owner], attribute)
         state.update(intervals)
         for group, values in zip(groups, hyperparameters, strict=True):
             group.update(values)
@@ -180,9 +184,9 @@ class UserChanges:
         return {name: self._runtime.version(each) for name, each in self._parameters.items()} | flags
 
     def _beside_tensors(self) -> dict[str, Any]:
-        """By name: the states of what modules and callbacks keep that is in no checkpoint. Left out are modules with
-        an extra state, and numbers of callbacks and datasets."""
-        found: dict[str, Any] = {}
+        """By name: the states of what modules and callbacks keep that is in no checkpoint, the base of an adapter too.
+        Left out are modules with an extra state, and numbers of callbacks and datasets."""
+        found: dict[str, Any] = {name: self._runtime.version(each) for name, each in self._base.items()}
         callbacks = ((type(each).__name__, each) for each in self._callbacks)
         data = self._datasets | self._samplers
         collators = {COLLATOR: self._collator}.items() if hasattr(self._collator, "__dict__") else ()

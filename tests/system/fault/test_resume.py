@@ -185,3 +185,13 @@ def test_resuming_on_another_mesh_sees_every_sample_once(ranks: Ranks, tmp_path:
     assert resumed["resumed"] == [3, 9]
     for step, (loss, norm) in undisturbed["losses"].items():
         assert resumed["losses"][step] == pytest.approx([loss, norm], rel=1e-5)
+
+
+def test_a_finished_run_of_two_ranks_that_is_started_again_stays_as_it_is(ranks: Ranks, tmp_path: Path) -> None:
+    given = {**options(tmp_path / "run", {"mesh": "dp"}), "max_steps": 4}
+    ranks.run(PROGRAM, given, nproc=2).check()
+    names = ("trainer_state.json", "train_results.json")
+    before = [(tmp_path / "run" / name).read_text() for name in names]
+    for again in ranks.run(PROGRAM, given, nproc=2).check():
+        assert again["resumed"] == [4]
+    assert [(tmp_path / "run" / name).read_text() for name in names] == before

@@ -40,6 +40,13 @@ def test_rows_that_only_keep_the_shape_do_not_count() -> None:
     assert [share(2), share(1), share(0), share(2, 1)] == [expected] * 4
 
 
+def test_tokens_are_those_of_one_rank_however_many_a_process_hosts() -> None:
+    short, long = (MicroBatch({"input_ids": torch.ones(2, length, dtype=torch.long)}, 2, length) for length in (8, 12))
+    count = TotalFlos(tiny_model())
+    alone = count.tokens(StepBatch([short], 4, 1.0, {"samples": 0}))
+    assert count.tokens(StepBatch([short, long], 4, 1.0, {"samples": 0}), hosted=2) == alone == 4 * 8
+
+
 def test_operations_are_counted_over_the_complete_run(tmp_path: Path) -> None:
     complete = trained(tmp_path / "a")
     tokens = 16 * len(Blocks(16)[0]["input_ids"])

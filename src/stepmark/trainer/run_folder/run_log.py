@@ -230,10 +230,6 @@ class RunLog:
             trained = {"epoch": before["epoch"]} if "epoch" in before and split != "train" else {}
             replace_json(path, {**before, **values, **trained})
 
-    def read_results(self, split: str) -> dict[str, Any] | None:
-        """What `<split>_results.json` holds; None where there is no such file, and on ranks other than 0."""
-        return (read_object(self.folder / f"{split}_results.json") if self.writes else {}) or None
-
 
 def read_metrics(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl in order."""

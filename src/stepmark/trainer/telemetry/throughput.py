@@ -159,17 +159,17 @@ class TotalFlos:
     def per_token(self) -> int:
         return 6 * complete_size(self._model).outside_embeddings if hasattr(self._model, "num_parameters") else 0
 
-    def tokens(self, batch: StepBatch) -> float:
-        """The tokens of a step on all ranks, assuming that samples are on average as long as on this one."""
+    def tokens(self, batch: StepBatch, hosted: int = 1) -> float:
+        """The tokens of a step on all ranks, assuming that samples are on average as long as on the first of the
+        `hosted` ranks of this process: the number must not depend on how many it has."""
         name = getattr(self._model, "main_input_name", "input_ids")
-        given = ((each.rows, each.inputs.get(name)) for each in batch if isinstance(each.inputs, Mapping))
+        own = batch.micro_batches[: len(batch) // hosted]
+        given = ((each.rows, each.inputs.get(name)) for each in own if isinstance(each.inputs, Mapping))
         made = [(count, each) for count, each in given if isinstance(each, Tensor) and each.dim() and len(each)]
         rows = sum(count for count, _ in made)
         counts = [count if rows else len(tensor) for count, tensor in made]  # a rank may have filler alone
-        if not sum(counts):
-            return 0.0
         tokens = sum(count * tensor[0].numel() for count, (_, tensor) in zip(counts, made, strict=True))
-        return tokens * batch.samples / sum(counts)
+        return tokens * batch.samples / sum(counts) if any(counts) else 0.0
 
 
 INSTANCE = Path("/sys/devices/virtual/dmi/id/product_name")  # on EC2: the instance type
