@@ -32,7 +32,7 @@ from stepmark.runtime.versions import software_versions
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.components import TrainingComponents
 from stepmark.trainer.run_folder.run_log import RunLog
-from stepmark.trainer.run_folder.time_spent import TIME_SPENT, TimeSpent
+from stepmark.trainer.run_folder.time_spent import TimeSpent
 from stepmark.trainer.telemetry.anomalies import AnomalyDetector, SpikeDetector
 from stepmark.trainer.telemetry.lazy_device import DeviceReadMonitor, RecompilationMonitor
 from stepmark.trainer.telemetry.save_history import SaveHistory
@@ -74,6 +74,7 @@ class Telemetry:
 
     def started(self, parts: TrainingComponents, step: int) -> None:
         size = complete_size(parts.model)
+        self._run_log.describe(**self.spent.begin())  # else what earlier attempts have spent is lost before a log
         self._run_log.event(
             "started",
             step,
@@ -148,7 +149,7 @@ class Telemetry:
     def part_fields(self) -> dict[str, float]:
         """Seconds of each part of training since the last call or log."""
         parts = self.timers.parts()
-        self._run_log.describe(**{TIME_SPENT: self.spent.add(parts, self.timers.within_steps)})
+        self._run_log.describe(**self.spent.add(parts, self.timers.within_steps))
         self.timers.restart()
         return {f"seconds_{part}": seconds for part, seconds in parts.items()}
 
