@@ -352,7 +352,10 @@ class TrainingLoop:
             )
         self._snapshots.wait()
         callbacks.control = TrainerControl()
+        self._monitor.part_fields()  # of the steps that are undone
         self._restore(path)
+        self._losses.timed_tokens = 0
+        self._monitor.restart()
         self._snapshots.goes_on(path)
         spikes.rollbacks = count + 1
         self._monitor.anomalies.rolled_back()

@@ -99,10 +99,15 @@ class Telemetry:
     def begin(self) -> None:
         """The loop begins; earlier compilations are not counted."""
         self.spent.begin()
-        self.timers.restart()
+        self.restart()
         if self._run_log.writes:
             self._recompilations = RecompilationMonitor(self._runtime, self._report_compilation)
             self._device_reads = DeviceReadMonitor(self._runtime, self._report_device_reads)
+
+    def restart(self) -> None:
+        """Steps follow; what was not logged yet counts in no log."""
+        self.timers.restart()
+        self.throughput.restart()
 
     def step_begins(self, batch: StepBatch) -> None:
         if (progress := current()) is not None:
