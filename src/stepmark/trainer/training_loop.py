@@ -101,6 +101,7 @@ class TrainingLoop:
         self._first_step: int | None = None  # before which this process began; None until it trains
         self._saved_step = 0  # 0: there is nothing to save yet
         self._learning_rate = 0.0  # of the last step
+        self._samples = 0  # that this process has trained, of all ranks
         self._changes: dict[str, str] = {}  # what the resumption has changed, in words
         self._spikes = self._monitor.spikes
         self._positions: dict[int, dict[str, Any]] = {}  # in the data, after steps that may be rolled back
@@ -279,12 +280,11 @@ class TrainingLoop:
             if state.best_model_checkpoint is not None:
                 self._checkpointer.restore_from({"model": parts.saved}, Path(state.best_model_checkpoint))
                 callbacks.best_step = state.best_global_step
-        samples = steps * parts.loader.layout.global_batch
         metrics = {
             "total_flos": callbacks.state.total_flos,
             "train_loss": mean_loss,
             "train_runtime": seconds,
-            "train_samples_per_second": samples / seconds,
+            "train_samples_per_second": self._samples / seconds,
             "train_steps_per_second": steps / seconds,
         }
         if steps or evaluating:  # a process that found the run finished has trained nothing
@@ -478,6 +478,7 @@ class TrainingLoop:
                 self._snapshots.wait()
         callbacks.state.global_step += 1
         callbacks.state.epoch = batch.epoch
+        self._samples += batch.samples
         tokens = self._flos.tokens(batch)
         callbacks.state.total_flos += self._flos.per_token * tokens
         callbacks.state.num_input_tokens_seen += round(tokens)

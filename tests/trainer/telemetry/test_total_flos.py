@@ -66,3 +66,11 @@ def test_input_tokens_are_counted_over_the_complete_run_and_logged_where_asked(t
     assert TrainingArguments(include_num_input_tokens_seen=False).include_num_input_tokens_seen == "no"
     with pytest.raises(UsageError, match="^include_num_input_tokens_seen: should be true or all, false or no"):
         TrainingArguments(include_num_input_tokens_seen="non_padding")
+
+
+def test_the_samples_of_a_process_count_as_they_are(tmp_path: Path) -> None:
+    """The last step of each epoch has three of four."""
+    args = TrainingArguments(str(tmp_path), num_train_epochs=2, per_device_train_batch_size=4, device="cpu")
+    found = Trainer(tiny_model(), args, train_dataset=Blocks(7)).train().metrics
+    assert found["train_samples_per_second"] * found["train_runtime"] == pytest.approx(14)
+    assert found["train_steps_per_second"] * found["train_runtime"] == pytest.approx(4)
