@@ -559,7 +559,7 @@ class TrainingLoop:
         cache = self._parts.context.runtime.cache_counters()
         if cache is not None:
             log |= {"graph_cache_hits": cache.hits, "graph_cache_misses": cache.misses}
-        self._callbacks.progress.step(self._step, log)
+        self._callbacks.progress.step(self._step, {"epoch": self._callbacks.state.epoch, **log, **machine})
         self._callbacks.log(log, machine)
         self._callbacks.control.should_log = False
         self._check_finite()

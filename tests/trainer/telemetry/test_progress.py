@@ -13,7 +13,7 @@ import torch
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.cli.main import run
-from stepmark.trainer.run_folder.run_log import RunLog
+from stepmark.trainer.run_folder.run_log import RunLog, read_metrics
 from stepmark.trainer.telemetry.progress import ProgressDisplay, duration, log_line
 from tests.support.recipes import write_recipe
 
@@ -77,12 +77,16 @@ def test_the_speed_of_a_model_without_tokens_is_in_samples(
     ]
 
 
-def test_lines_can_be_json(printed: Any) -> None:
+def test_lines_can_be_json(printed: Any, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in printed(log_format="json", eval_strategy="steps", eval_steps=4)]
     assert all(isinstance(line["time"], float) for line in lines)
     logs = [line for line in lines if "loss" in line]
     assert [(line["step"], line["total_steps"]) for line in logs] == [(2, 4), (4, 4)]
-    assert {"learning_rate", "tokens_per_second", "eta_seconds", "grad_norm"} <= logs[0].keys()
+    kept = [{**line, "time": 0} for line in read_metrics(tmp_path / "out") if "loss" in line]
+    assert [{name: line[name] for name in each} for line, each in zip(logs, kept, strict=True)] == [
+        {**each, "time": line["time"]} for line, each in zip(logs, kept, strict=True)
+    ]
+    assert logs[0]["eta_seconds"] > 0
     assert [line["step"] for line in lines if "eval_loss" in line] == [4]
     assert lines[-1]["message"].startswith("done: step 4")
 
