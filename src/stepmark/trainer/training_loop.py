@@ -90,7 +90,8 @@ class TrainingLoop:
         parts, callbacks = self._parts, self._callbacks
         self._args = parts.args
         self._monitor = Telemetry(parts, callbacks.run_log)
-        self._flos = TotalFlos(parts.model)
+        counts = self._args.include_num_input_tokens_seen != "no"
+        self._flos = TotalFlos(parts.model, parts.mesh if counts else None)
         self._losses = LossMeter(parts.context.runtime, self._monitor.anomalies.look, parts.step.experts)
         self._losses.filters = parts.args.logging_nan_inf_filter
         self._epoch_open = False

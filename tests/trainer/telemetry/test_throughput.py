@@ -18,14 +18,7 @@ from stepmark.runtime.hardware import host_memory
 from stepmark.sharding.layout import Layout, annotate
 from stepmark.trainer.telemetry import throughput as peaks
 from stepmark.trainer.telemetry import throughput as speed_module
-from stepmark.trainer.telemetry.throughput import (
-    Throughput,
-    TotalFlos,
-    flops_per_token,
-    memory_fields,
-    peak_flops,
-    sequence_length,
-)
+from stepmark.trainer.telemetry.throughput import Throughput, TotalFlos, flops_per_token, memory_fields, peak_flops
 
 CPU = EagerRuntime(torch.device("cpu"))
 
@@ -144,7 +137,15 @@ def test_what_is_not_known_is_left_out() -> None:
     assert set(speed.fields(1.0)) == {"samples_per_second", "model_flops_per_second"}
     speed.add(step(4, None))
     assert speed.fields(1.0) == {"samples_per_second": 8.0}
-    assert sequence_length(step(4, None)) is None
+
+
+def test_micro_batches_count_with_their_own_lengths_and_samples_of_one_row_once() -> None:
+    model = gpt2()
+    speed = Throughput(model, CPU, 1, torch.float32)
+    rows = [torch.zeros(2, 4, dtype=torch.long), torch.zeros(1, 6, dtype=torch.long)]  # the second of two samples
+    speed.add(StepBatch([MicroBatch({"input_ids": each}, 2, 2) for each in rows], 4, 0.1, {"samples": 4}))
+    expected = 8 * flops_per_token(model, 4) + 6 * flops_per_token(model, 6)  # type: ignore[operator]
+    assert speed.fields(1.0)["model_flops_per_second"] == expected
 
 
 def test_memory_of_the_host_and_of_a_device() -> None:
