@@ -7,6 +7,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from stepmark.filesystem.files import files_in
@@ -17,7 +18,8 @@ from stepmark.trainer.run_folder.run_log import SYSTEM
 POINTS = 1500  # of one line, at most
 BARS = 48
 Values = Sequence[float | None]
-PARTS = {part: f"seconds_{part}" for part in ("step", "data", "save", "evaluation")}
+TRAINING = ("step", "data")
+PARTS = {part: f"seconds_{part}" for part in (*TRAINING, "save", "evaluation")}
 GIGA, MEGA = 1e9, 1e6
 RANKS = 8  # of one run whose machines are shown, at most
 AXES = ("tokens", "epoch", "flops")  # that a curve can be drawn over, beside steps and time
@@ -355,9 +357,11 @@ def _since(line: Line, origin: float) -> float | None:
 
 
 def total_seconds(history: History) -> dict[str, float]:
-    """Seconds of each part over the complete run; "again" holds the time of steps that were trained again."""
-    found = {part: _spent([*history.logs, *history.closing], part) for part in PARTS}
-    again = sum(_spent(lost, part) for lost in history.lost for part in PARTS)
+    """Seconds of each part over the complete run. "again" holds those of steps that were trained again; the first of
+    their logs may have the save and the evaluation from which the run went on."""
+    kept, lost = [*history.logs, *history.closing], list(chain(*history.lost))
+    found = {part: _spent(kept if part in TRAINING else [*kept, *lost], part) for part in PARTS}
+    again = sum(_spent(lost, part) for part in TRAINING)
     return {**found, "again": again} if again else found
 
 
