@@ -68,6 +68,15 @@ def test_steps_after_the_checkpoint_do_not_count_until_they_are_trained_again(ru
     assert history.evaluations == []
 
 
+def test_a_snapshot_is_not_called_a_checkpoint(run: Path) -> None:
+    lines = [{"resumed": 2, "attempt": 1, "time": 2000.0}, log(3), {"resumed": 2, "attempt": 2, "time": 3000.0}]
+    write(run / "metrics.jsonl", [log(1), log(2), *lines])
+    events = [{"event": "resumed", "step": 2, "checkpoint": "memory", "attempt": 1}]
+    write(run / "events.jsonl", [*events, {**events[0], "checkpoint": "checkpoint-2", "attempt": 2}])
+    told = [each.label.partition(";")[0] for each in marks([read_history(run)]) if each.kind == "resumed"]
+    assert told == ["resumed from the snapshot of step 2", "resumed from checkpoint-2"]
+
+
 def test_a_killed_process_is_distinguished_from_an_interrupted_one(run: Path) -> None:
     write(
         run / "metrics.jsonl",
