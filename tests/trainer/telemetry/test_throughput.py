@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.parallel.pipeline.staged_model import complete_size
@@ -62,6 +71,16 @@ def test_nothing_is_said_of_a_model_that_does_not_tell() -> None:
     experts = gpt2()
     experts.config.num_experts = 8
     assert flops_per_token(experts, 8) is None
+    both = T5Config(d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=11)
+    assert flops_per_token(T5ForConditionalGeneration(both), 8) is None
+
+
+def test_of_frozen_parameters_no_gradient_counts() -> None:
+    model = gpt2()
+    whole, size = flops_per_token(model, 8), complete_size(model).multiplied
+    model.requires_grad_(False)
+    trained = model.transformer.h[0].mlp.c_fc.weight.requires_grad_()
+    assert flops_per_token(model, 8) == whole - 2 * (size - trained.numel())  # type: ignore[operator]
 
 
 def test_of_experts_those_count_that_a_token_goes_through() -> None:

@@ -61,17 +61,18 @@ class Throughput:
 
 def flops_per_token(model: nn.Module, length: int) -> float | None:
     """Floating-point operations of forward and backward pass for one token of a sequence of `length` tokens. None where
-    the config does not determine it: for models that are not from transformers, for example.
+    the config does not determine it: for models that are not from transformers, for example, and for encoder-decoders,
+    of which each part has tokens of its own.
 
     After Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), appendix B: training takes 6 N + 12
     L H Q T operations per token, with N parameters, L layers, H heads of size Q, and T tokens in a sequence. What is
     computed a second time (activation checkpointing) does not count, and causal attention counts in full. N are the
     parameters that are multiplied: an embedding used only for lookup is excluded, one tied to the head is included, and
-    of experts those that a token goes through.
+    of experts those that a token goes through. Of frozen parameters, as under LoRA, 2 N are not needed: their gradients.
     """
     config: Any = getattr(model, "config", None)
     is_text = hasattr(config, "get_text_config") and config.get_text_config() is config
-    if not is_text or active_experts(config) is None:
+    if not is_text or active_experts(config) is None or getattr(config, "is_encoder_decoder", False):
         return None
     names = "num_hidden_layers", "num_attention_heads", "hidden_size"
     sizes: list[Any] = [getattr(config, name, None) for name in names]
@@ -79,7 +80,9 @@ def flops_per_token(model: nn.Module, length: int) -> float | None:
         return None
     layers, heads, hidden = sizes
     size = getattr(config, "head_dim", None) or hidden // heads
-    return 6.0 * complete_size(model).multiplied + 12.0 * layers * heads * size * length
+    parameters = complete_size(model)
+    frozen = max(parameters.multiplied - parameters.trained, 0)
+    return 6.0 * parameters.multiplied - 2.0 * frozen + 12.0 * layers * heads * size * length
 
 
 def step_tokens(batch: StepBatch, name: str) -> list[tuple[int, float]]:
