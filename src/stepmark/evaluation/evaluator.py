@@ -55,14 +55,15 @@ class Evaluation:
 
     `loss` is the mean over `tokens` targets of `samples` samples, None without targets. `rows` are numpy arrays of all
     samples in their order, if they were gathered; nests of arrays if the model has several. `computed` is what the last
-    call of `batch_metrics` returned. `of_targets`: batches had labels to count; otherwise `tokens` counts samples.
+    call of `batch_metrics` returned. `of_targets`: batches had labels to count; otherwise `tokens` counts samples. `began`:
+    by `time.perf_counter`.
     """
 
     loss: float | None
     tokens: int
     samples: int
     batches: int
-    seconds: float
+    began: float
     rows: SampleRows = NO_ROWS
     computed: Any = None
     of_targets: bool = True
@@ -126,7 +127,7 @@ class Evaluator:
                 ranks ends the evaluation.
 
         Raises PredictionsTooLarge, after the first batch, where what is gathered would not fit into host memory."""
-        started = time.perf_counter()
+        began = time.perf_counter()
         own = range(len(self.mesh.ranks.own))
         pending: list[list[Tensor]] = [[] for _ in own]  # losses of each logical rank
         # Of each: loss, targets of the batches that have one, all targets, samples, batches, those with known labels.
@@ -183,7 +184,7 @@ class Evaluator:
             tokens=int(totals[2]),
             samples=int(totals[3]),
             batches=int(of_ranks[0][4]),
-            seconds=time.perf_counter() - started,
+            began=began,
             rows=self._gather(found, joined) if gather else NO_ROWS,
             computed=computed,
             of_targets=totals[5] > 0,
