@@ -92,8 +92,8 @@ class TrainingLoop:
         self._monitor = Telemetry(parts, callbacks.run_log)
         counts = self._args.include_num_input_tokens_seen != "no"
         self._flos = TotalFlos(parts.model, parts.mesh if counts else None)
-        self._losses = LossMeter(parts.context.runtime, self._monitor.anomalies.look, parts.step.experts)
-        self._losses.filters = parts.args.logging_nan_inf_filter
+        look, filters = self._monitor.anomalies.look, self._args.logging_nan_inf_filter
+        self._losses = LossMeter(parts.context.runtime, look, parts.step.experts, filters)
         self._epoch_open = False
         self._cut_epochs = False  # a callback has ended at least one epoch early
         self._ends = False  # a callback has stopped the run at the step that was restored
@@ -264,7 +264,12 @@ class TrainingLoop:
         this process has trained.
         """
         parts, callbacks, first, evaluating = self._parts, self._callbacks, self._step, self._unfinished is not None
-        self._begin(restored)
+        self._monitor.started(parts, first)
+        if restored is not None:
+            self._record_resumption(restored)
+        callbacks.begin(parts.total_steps)
+        if restored is not None:
+            callbacks.progress.line(f"resumed from {restored} at step {first}")
         began = time.perf_counter()
         with self._user_changes.beginning("on_train_begin"):
             self._seed(0, "on_train_begin")
@@ -373,16 +378,6 @@ class TrainingLoop:
         parts.loader.load_state_dict(after)
         self._record_position()
 
-    def _begin(self, restored: Path | None) -> None:
-        """Records that this process is about to train."""
-        parts, callbacks = self._parts, self._callbacks
-        self._monitor.started(parts, self._step)
-        if restored is not None:
-            self._record_resumption(restored)
-        callbacks.begin(parts.total_steps)
-        if restored is not None:
-            callbacks.progress.line(f"resumed from {restored} at step {self._step}")
-
     def _record_position(self) -> None:
         """Records which samples come next, for `stepmark rows`: again wherever they are not those that follow."""
         loader, run_log = self._parts.loader, self._callbacks.run_log
@@ -467,8 +462,7 @@ class TrainingLoop:
             self._first_step = self._step
             callbacks.progress.line(f"loss     {parts.step.loss.weighting(batch[0])}")
         self._learning_rate = float(parts.schedule.get_last_lr()[0])
-        self._monitor.step_begins(batch)
-        with self._monitor.within_step():
+        with self._monitor.within_step(batch):
             statistics = parts.step(self._step, batch, hooks)
             enter_phase(BETWEEN)
             self._losses.add(statistics, self._learning_rate)
@@ -483,11 +477,11 @@ class TrainingLoop:
         tokens = self._flos.tokens(batch)
         callbacks.state.total_flos += self._flos.per_token * tokens
         callbacks.state.num_input_tokens_seen += round(tokens)
-        self._show_progress()
         if self._args.on_loss_spike == ROLLBACK:
             self._positions[self._step] = batch.state
         self._event("on_step_end")
         self._monitor.step_ended(self._step, batch)
+        self._show_progress()
         self._follow_control()
         self._take_snapshot()
         self._checkpointer.check()
@@ -519,20 +513,14 @@ class TrainingLoop:
     # Logs
 
     def _show_progress(self) -> None:
-        progress = self._callbacks.progress
-        due = progress.due()
-        if due:
+        values = None
+        if self._callbacks.progress.due():
             self._losses.settle()
-        if not due or self._losses.last_loss is None:
-            progress.step(self._step)
-            return
-        progress.unit = self._unit()
-        speed = self._losses.timed_tokens / self._monitor.timers.training()
-        progress.step(self._step, {"loss": self._losses.last_loss, "tokens_per_second": speed})
-
-    def _unit(self) -> str:
-        """What the targets are: those of classes, numbers and other labels of whole samples are samples."""
-        return "samples" if self._losses.timed_tokens == self._monitor.throughput.samples else "tokens"
+            counts = {"tokens": self._losses.timed_tokens, "samples": self._monitor.throughput.samples}
+            seconds = self._monitor.timers.training()
+            speeds = {f"{unit}_per_second": count / seconds for unit, count in counts.items()}
+            values = {"loss": self._losses.last_loss, **speeds}
+        self._callbacks.progress.step(self._step, values)
 
     def _log(self) -> None:
         self._check_targets()
@@ -542,7 +530,6 @@ class TrainingLoop:
             return
         seconds = self._monitor.timers.training()  # of all rates, so that those of samples and tokens may be equal
         speed = self._losses.timed_tokens / seconds
-        self._callbacks.progress.unit = self._unit()
         self._losses.timed_tokens = 0
         machine = self._monitor.log_fields(seconds)
         machine["target_tokens"] = self._losses.since_start["tokens"]

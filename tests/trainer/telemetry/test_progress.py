@@ -58,6 +58,20 @@ class Line(torch.nn.Module):
         return {"loss": torch.nn.functional.mse_loss(self.layer(x), labels)}
 
 
+@pytest.mark.parametrize("logging", [1, 500])
+def test_a_line_between_logs_has_the_unit_of_a_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, logging: int
+) -> None:
+    monkeypatch.setattr("stepmark.trainer.telemetry.progress.LINE_SECONDS", 0.0)
+    rows = [{"x": torch.full((3,), i / 8), "labels": torch.tensor([i / 8, 1.0])} for i in range(8)]
+    Trainer(
+        Line(), TrainingArguments(str(tmp_path), max_steps=2, logging_steps=logging, device="cpu"), train_dataset=rows
+    ).train()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "  loss " in line]
+    assert len(lines) >= 2
+    assert all(re.search(r"  [\d,]+ samples/s  ", line) for line in lines), lines
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_speed_of_a_model_without_tokens_is_in_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], accumulation: int

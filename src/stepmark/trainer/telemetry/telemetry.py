@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +109,16 @@ class Telemetry:
         self.timers.restart()
         self.throughput.restart()
 
-    def step_begins(self, batch: StepBatch) -> None:
+    @contextmanager
+    def within_step(self, batch: StepBatch) -> Iterator[None]:
+        """The block trains a step with this batch."""
         if (progress := current()) is not None:
             progress.step_begins()
         self._before_step = self._within_steps()
         if self._recompilations is not None:
             self._recompilations.begin(batch)
-
-    def within_step(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._device_reads is None else self._device_reads.within_step()
+        with nullcontext() if self._device_reads is None else self._device_reads.within_step():
+            yield
 
     def step_ended(self, step: int, batch: StepBatch) -> None:
         if (progress := current()) is not None:

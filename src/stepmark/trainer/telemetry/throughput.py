@@ -68,7 +68,7 @@ def flops_per_token(model: nn.Module, length: int) -> float | None:
     L H Q T operations per token, with N parameters, L layers, H heads of size Q, and T tokens in a sequence. What is
     computed a second time (activation checkpointing) does not count, and causal attention counts in full. N are the
     parameters that are multiplied: an embedding used only for lookup is excluded, one tied to the head is included, and
-    of experts those that a token goes through. Of frozen parameters, as under LoRA, 2 N are not needed: their gradients.
+    of experts those that a token goes through. Frozen ones, as under LoRA, take 4 N: they need no gradients.
     """
     config: Any = getattr(model, "config", None)
     is_text = hasattr(config, "get_text_config") and config.get_text_config() is config
@@ -173,10 +173,7 @@ class TotalFlos:
         if self._mesh is not None:
             batch = replace(batch, samples=sum(each.rows for each in batch))
         tokens = sum(each for _, each in step_tokens(batch, getattr(self._model, "main_input_name", "input_ids")))
-        if self._mesh is None:
-            return tokens
-        told = self._mesh.context.host.all_gather(tokens)
-        return sum(told[rank] for rank in self._mesh.reporting_ranks)
+        return tokens if self._mesh is None else sum(self._mesh.gather_reported(tokens))
 
 
 INSTANCE = Path("/sys/devices/virtual/dmi/id/product_name")  # on EC2: the instance type
