@@ -55,9 +55,18 @@ def test_a_value_that_is_not_a_number_is_named(given: Any, named: str) -> None:
         plain_values(given, "my function", only_numbers=True)
 
 
-def test_custom_metrics_are_added_to_the_built_in_ones() -> None:
-    evaluation = Evaluation(1.0, 10, 4, 2, 0.5, SampleRows(np.zeros((4, 2)), np.zeros(4)))
-    metrics = summarize(evaluation, "eval", causal=False, compute_metrics=lambda given: {"n": len(given.label_ids)})
+def test_custom_metrics_are_added_to_the_built_in_ones_and_are_part_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [7.25]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def compute(given: Any) -> dict[str, int]:
+        now[0] += 0.25
+        return {"n": len(given.label_ids)}
+
+    evaluation = Evaluation(1.0, 10, 4, 2, 7.0, SampleRows(np.zeros((4, 2)), np.zeros(4)))
+    metrics = summarize(evaluation, "eval", causal=False, compute_metrics=compute)
     assert metrics == {
         "eval_loss": 1.0,
         "eval_n": 4,

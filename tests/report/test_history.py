@@ -68,6 +68,15 @@ def test_steps_after_the_checkpoint_do_not_count_until_they_are_trained_again(ru
     assert history.evaluations == []
 
 
+def test_a_snapshot_is_not_called_a_checkpoint(run: Path) -> None:
+    lines = [{"resumed": 2, "attempt": 1, "time": 2000.0}, log(3), {"resumed": 2, "attempt": 2, "time": 3000.0}]
+    write(run / "metrics.jsonl", [log(1), log(2), *lines])
+    events = [{"event": "resumed", "step": 2, "checkpoint": "memory", "attempt": 1}]
+    write(run / "events.jsonl", [*events, {**events[0], "checkpoint": "checkpoint-2", "attempt": 2}])
+    told = [each.label.partition(";")[0] for each in marks([read_history(run)]) if each.kind == "resumed"]
+    assert told == ["resumed from the snapshot of step 2", "resumed from checkpoint-2"]
+
+
 def test_a_killed_process_is_distinguished_from_an_interrupted_one(run: Path) -> None:
     write(
         run / "metrics.jsonl",
@@ -202,7 +211,7 @@ def test_time_includes_steps_that_were_trained_again(run: Path) -> None:
     spent = {"seconds_step": 2.0, "seconds_data": 0.5, "seconds_save": 0.0, "seconds_evaluation": 0.25}
     lines = [log(step, **spent) for step in (1, 2, 3)]
     write(run / "metrics.jsonl", [*lines, {"resumed": 1, "time": 2000.0}, *lines[1:]])
-    assert total_seconds(read_history(run)) == {"step": 6.0, "data": 1.5, "save": 0.0, "evaluation": 0.75, "again": 5.5}
+    assert total_seconds(read_history(run)) == {"step": 6.0, "data": 1.5, "save": 0.0, "evaluation": 1.25, "again": 5.0}
 
 
 def test_what_came_after_the_last_log_counts(run: Path) -> None:
@@ -217,7 +226,7 @@ def test_what_came_after_the_last_log_counts(run: Path) -> None:
     (time,) = [figure for figure in figures([history]) if figure.name == "time"]
     assert {series.name: sum(y or 0 for y in series.y) for series in time.series}["evaluation"] == 8.0
     write(run / "metrics.jsonl", [log(2, **spent), closing, {"resumed": 2, "time": 2000.0}, log(3, **spent)])
-    assert total_seconds(read_history(run))["again"] == 13.25
+    assert total_seconds(read_history(run)) == {"step": 4.0, "data": 1.0, "save": 4.0, "evaluation": 8.0, "again": 1.25}
 
 
 def test_text_of_the_run_cannot_break_the_page(run: Path) -> None:

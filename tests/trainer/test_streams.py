@@ -90,6 +90,15 @@ def test_a_stream_trains_as_the_same_samples_in_a_list_do(tmp_path: Path) -> Non
     assert len(losses(found)) == 6
 
 
+@pytest.mark.parametrize("sized", [False, True])
+def test_a_run_says_how_long_an_epoch_is_where_that_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sized: bool
+) -> None:
+    run(tmp_path, Sized(8) if sized else Stream(8), max_steps=6)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("data "))
+    assert ("steps per epoch" in line) is sized, line
+
+
 def test_an_evaluation_counts_every_sample_of_a_stream_once(tmp_path: Path) -> None:
     trainer = run(tmp_path, Stream(12))
     expected = trainer.evaluate(Blocks(7, seed=1))["eval_loss"]

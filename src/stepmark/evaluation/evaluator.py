@@ -56,13 +56,14 @@ class Evaluation:
     `loss` is the mean over `tokens` targets of `samples` samples, None without targets. `rows` are numpy arrays of all
     samples in their order, if they were gathered; nests of arrays if the model has several. `computed` is what the last
     call of `batch_metrics` returned. `of_targets`: batches had labels to count; otherwise `tokens` counts samples.
+    `began`: by `time.perf_counter`.
     """
 
     loss: float | None
     tokens: int
     samples: int
     batches: int
-    seconds: float
+    began: float
     rows: SampleRows = NO_ROWS
     computed: Any = None
     of_targets: bool = True
@@ -76,7 +77,7 @@ class Evaluator:
     Args:
         model: on the runtime's device.
         loss: calls the model and weights its loss; the same as in training.
-        mesh: the ranks and their device; the results of `Mesh.reporting_ranks` count.
+        mesh: the ranks and their device; the results of `Mesh.gather_reported` count.
         autocast_dtype: bfloat16 for autocast; default None: the parameters' own type.
         preprocess_logits: `(logits, labels) -> tensor`, applied on the device; only its result is gathered.
         prediction_step: `(inputs, loss_only, ignore_keys)` to the batch's mean loss, its predictions and labels, each
@@ -126,11 +127,11 @@ class Evaluator:
                 ranks ends the evaluation.
 
         Raises PredictionsTooLarge, after the first batch, where what is gathered would not fit into host memory."""
-        started = time.perf_counter()
+        began = time.perf_counter()
         own = range(len(self.mesh.ranks.own))
         pending: list[list[Tensor]] = [[] for _ in own]  # losses of each logical rank
         # Of each: loss, targets of the batches that have one, all targets, samples, batches, those with known labels.
-        of_ranks = [[0.0, 0, 0, 0, 0, 0] for _ in own]
+        of_ranks = np.zeros((len(own), 6))
         found: list[list[SampleRows]] = []  # step by step, of each own rank
         held = 0  # bytes of those
         computed: Any = None
@@ -147,13 +148,9 @@ class Evaluator:
                 assert each is not None
                 micro_batch, result = each
                 sums, loss, targets = of_ranks[place], result[0], self.loss.count(micro_batch)
-                sums[2] += targets
-                sums[3] += micro_batch.rows
-                sums[4] += 1
-                sums[5] += micro_batch.targets is not None
+                sums[1:] += targets * (loss is not None), targets, micro_batch.rows, 1, micro_batch.targets is not None
                 if loss is not None:
                     pending[place].append(loss)
-                    sums[1] += targets
                 if len(pending[place]) == HELD_BATCHES:
                     sums[0] += self._fetch_losses(pending[place])
                 if not loss_only and micro_batch.rows:
@@ -167,23 +164,23 @@ class Evaluator:
                     done = int(sums[4])
                     if done.bit_count() == 1:  # again after 2, 4, 8, … batches, since batches differ
                         of_all = loader.steps_per_epoch if getattr(loader, "has_length", True) else done
-                        expected = sum(self._all_gather(held)) * max(of_all / done, 1)
+                        expected = sum(self.mesh.gather_reported(held)) * max(of_all / done, 1)
                         self.check_memory(expected, held, joined=joined)
                 if batch_metrics is not None:
-                    of_all_ranks = [each for told in self._all_gather(rows) for each in told]
+                    of_all_ranks = [each for told in self.mesh.gather_reported(rows) for each in told]
                     computed = batch_metrics(SampleRows.joined(of_all_ranks), following is None)
                 after_batch()
         compare_calls(self.model, self.host)
         for sums, left in zip(of_ranks, pending, strict=True):
             sums[0] += self._fetch_losses(left)
-        told = [sums for each in self._all_gather(of_ranks) for sums in each]
+        told = [sums for each in self.mesh.gather_reported(of_ranks.tolist()) for sums in each]
         totals = [sum(column) for column in zip(*told, strict=True)]
         return Evaluation(
             loss=totals[0] / totals[1] if totals[1] else None,
             tokens=int(totals[2]),
             samples=int(totals[3]),
             batches=int(of_ranks[0][4]),
-            seconds=time.perf_counter() - started,
+            began=began,
             rows=self._gather(found, joined) if gather else NO_ROWS,
             computed=computed,
             of_targets=totals[5] > 0,
@@ -306,12 +303,6 @@ class Evaluator:
         number = rows_of(micro_batch.inputs) if count is None else count
         return rows._replace(losses=np.full(number, mean, dtype=np.float32))
 
-    def _all_gather(self, value: Any) -> list[Any]:
-        """The values of the reporting ranks."""
-        reporting = self.mesh.reporting_ranks
-        values = self.host.all_gather(value if self.host.rank in reporting else None)
-        return [values[rank] for rank in reporting]
-
     def check_memory(self, rows: float, held: int = 0, *, joined: bool = True) -> int:
         """Bytes of host memory that `rows` bytes of gathered rows will take, of which this rank holds `held`: each rank
         gets those of all, as parts and, `joined`, as one array. Raises PredictionsTooLarge, on all ranks, where they do
@@ -333,7 +324,7 @@ class Evaluator:
         are gathered at a time, to limit memory."""
         in_order: list[SampleRows] = []
         for first in range(0, len(kept), HELD_BATCHES):
-            by_rank = self._all_gather(kept[first : first + HELD_BATCHES])
+            by_rank = self.mesh.gather_reported(kept[first : first + HELD_BATCHES])
             in_order += [rows for step in zip(*by_rank, strict=True) for own in step for rows in own]
         return SampleRows.joined(in_order) if joined else SampleRows.listed(in_order)
 

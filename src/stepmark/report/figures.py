@@ -7,6 +7,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
 from pathlib import Path
 
 from stepmark.filesystem.files import files_in
@@ -16,8 +17,8 @@ from stepmark.trainer.run_folder.run_log import SYSTEM
 
 POINTS = 1500  # of one line, at most
 BARS = 48
-Values = Sequence[float | None]
-PARTS = {part: f"seconds_{part}" for part in ("step", "data", "save", "evaluation")}
+TRAINING = ("step", "data")
+PARTS = {part: f"seconds_{part}" for part in (*TRAINING, "save", "evaluation")}
 GIGA, MEGA = 1e9, 1e6
 RANKS = 8  # of one run whose machines are shown, at most
 AXES = ("tokens", "epoch", "flops")  # that a curve can be drawn over, beside steps and time
@@ -178,20 +179,16 @@ def _of_logs(histories: Sequence[History], key: str, empty: Figure, points: int)
 
 def _time(history: History) -> Figure:
     """Seconds of each part, in bars of equally many steps, including the steps that were trained again."""
-    logs = [*history.logs, *history.closing, *(line for lost in history.lost for line in lost)]
+    logs = [*chain(*history.lost), *history.logs, *history.closing]
     logs = [line for line in logs if any(finite_number(line.get(key)) is not None for key in PARTS.values())]
     if not logs:
         return Figure("time", "Where the time went", "")
-    steps = {line["step"] for line in logs}
-    width = max(math.ceil((max(steps) + 1) / BARS), min(steps), 1)
-    grouped: dict[int, list[Line]] = {(step - 1) // width: [] for step in sorted(steps)}
-    for line in logs:
-        grouped[(line["step"] - 1) // width].append(line)
-    bars = list(grouped.values())
+    logs.sort(key=lambda line: float(line["step"]))
+    width = max(math.ceil((logs[-1]["step"] + 1) / BARS), logs[0]["step"], 1)
+    bars = [list(bar) for _, bar in groupby(logs, lambda line: (line["step"] - 1) // width)]
     figure = Figure("time", "Where the time went", f"seconds in {width} steps" if width > 1 else "seconds", zero=True)
     origin = origin_of(history)
-    x = [float(max(line["step"] for line in bar)) for bar in bars]
-    times = [_since(max(bar, key=lambda line: line["step"]), origin) for bar in bars]
+    x, times = [float(bar[-1]["step"]) for bar in bars], [_since(bar[-1], origin) for bar in bars]
     for part in PARTS:
         sums: list[float | None] = [_spent(bar, part) for bar in bars]
         if any(sums):
@@ -286,10 +283,8 @@ def axes(history: History, places: int = PLACES) -> dict[str, tuple[list[float],
     lines = {line["step"]: line for lines in (*history.lost, history.logs, history.closing) for line in lines}
     found: dict[str, tuple[list[float], list[float]]] = {}
     for axis, key in zip(AXES[:2], ("target_tokens", "epoch"), strict=True):
-        known = [(0.0, 0.0)]
-        known += [
-            (float(at), value) for at in sorted(lines) if (value := finite_number(lines[at].get(key))) is not None
-        ]
+        values = {float(at): finite_number(lines[at].get(key)) for at in sorted(lines)}
+        known = [(0.0, 0.0), *((at, value) for at, value in values.items() if value is not None)]
         every = math.ceil(len(known) / places)
         kept = [*known[:-1:every], known[-1]]
         if len(known) > 1:
@@ -355,9 +350,11 @@ def _since(line: Line, origin: float) -> float | None:
 
 
 def total_seconds(history: History) -> dict[str, float]:
-    """Seconds of each part over the complete run; "again" holds the time of steps that were trained again."""
-    found = {part: _spent([*history.logs, *history.closing], part) for part in PARTS}
-    again = sum(_spent(lost, part) for lost in history.lost for part in PARTS)
+    """Seconds of each part over the complete run. "again" holds those of steps that were trained again; the first of
+    their logs may have the save and the evaluation from which the run went on."""
+    kept, lost = [*history.logs, *history.closing], list(chain(*history.lost))
+    found = {part: _spent(kept if part in TRAINING else [*kept, *lost], part) for part in PARTS}
+    again = sum(_spent(lost, part) for part in TRAINING)
     return {**found, "again": again} if again else found
 
 
@@ -366,7 +363,7 @@ def _spent(lines: Iterable[Line], part: str) -> float:
     return sum(finite_number(line[key]) or 0.0 for line in lines if key in line)
 
 
-def thin(values: Values, most: int) -> tuple[list[int], list[float | None] | None]:
+def thin(values: Sequence[float | None], most: int) -> tuple[list[int], list[float | None] | None]:
     """Indices of at most about `most` values: the minimum, the maximum and any gap of each run of neighbours; and for
     each the mean of its run, since minimum and maximum alone would give a wrong one; None if all are kept."""
     if len(values) <= most:

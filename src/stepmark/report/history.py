@@ -45,7 +45,8 @@ class EvaluationPoint:
 @dataclass(frozen=True)
 class Attempt:
     """One attempt to train; None: unknown. `began` is in seconds since 1970, `ranks` their number, `first` the step
-    from which it trained, `last` the one where it ended, with its last log at `last_time`; `ended`: how, or None."""
+    from which it trained, `last` the one where it ended, with its last log at `last_time`; `ended`: how, or None;
+    `snapshot`: whether it went on from one in memory."""
 
     began: float | None = None
     ranks: int | None = None
@@ -53,12 +54,13 @@ class Attempt:
     last: int | None = None
     ended: str | None = None
     last_time: float | None = None
+    snapshot: bool = False
 
     @property
     def origin(self) -> str:
         """What the run did when this attempt, not its first, began."""
         if self.first:
-            return f"resumed from checkpoint-{self.first}"
+            return f"resumed from {'the snapshot of step ' if self.snapshot else 'checkpoint-'}{self.first}"
         return "restarted from scratch, without a checkpoint"
 
 
@@ -244,6 +246,7 @@ def _sort_metrics(history: History, lines: Sequence[Line]) -> None:
     evaluations: dict[int, Line] = {}
     closing: dict[int, Line] = {}
     attempts = [Attempt()]
+    snapshots = {event.get("attempt") for event in history.of_kind("resumed") if event.get("checkpoint") == "memory"}
 
     def discard(after: int) -> None:
         """Moves the steps after this one to `lost`, and drops their evaluations."""
@@ -258,7 +261,8 @@ def _sort_metrics(history: History, lines: Sequence[Line]) -> None:
             last = max(logs, default=None)
             last_time = None if last is None else logs[last].get("time")
             attempts[-1] = replace(attempts[-1], last=last, last_time=last_time)
-            attempts.append(Attempt(line.get("time"), first=line["resumed"]))
+            snapshot = line.get("attempt") in snapshots
+            attempts.append(Attempt(line.get("time"), first=line["resumed"], snapshot=snapshot))
             discard(line["resumed"] or 0)
             history.own = [own for own in history.own if own["step"] <= (line["resumed"] or 0)]
         elif step is not None and "loss" in line:

@@ -171,12 +171,13 @@ class Mesh:
         """Collectives among the ranks of `holders`."""
         return self.same_experts if experts else self.data_parallel
 
-    @property
-    def reporting_ranks(self) -> list[int]:
-        """One rank for each data parallel coordinate, in its order: together they have seen every sample once. In a
-        pipeline it is in the last stage, which computes the loss."""
-        last = self.pipeline.size - 1
-        return [rank for rank in self.grid.origin(TENSOR) if self.grid.coordinates(rank).get(PIPELINE, 0) == last]
+    def gather_reported(self, value: Any) -> list[Any]:
+        """The values of one rank for each data parallel coordinate, in its order: together these have seen every sample
+        once. In a pipeline it is in the last stage, which computes the loss. Collective."""
+        last, own = self.pipeline.size - 1, self.context.host.rank
+        ranks = [rank for rank in self.grid.origin(TENSOR) if self.grid.coordinates(rank).get(PIPELINE, 0) == last]
+        values = self.context.host.all_gather(value if own in ranks else None)
+        return [values[rank] for rank in ranks]
 
     def shard_axes(self, replicas: int) -> tuple[GroupCollectives, Any]:
         """For data parallel ranks of an eager device that are alone on their axes, and hold the shards of as many

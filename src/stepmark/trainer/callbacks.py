@@ -128,7 +128,7 @@ class RunCallbacks:
             bar=not self.args.disable_tqdm,
             log_format=self.args.log_format,
         )
-        self.run_log.describe(total_steps=total_steps, process=os.getpid(), host=socket.gethostname())
+        self.run_log.describe(total_steps=total_steps, process=os.getpid(), host=socket.gethostname(), **self._best())
         if self.args.mirror_to is not None:
             self.run_log.describe(mirror_to=self.args.mirror_to)
         if self.args.prometheus_file is not None:
@@ -230,8 +230,7 @@ class RunCallbacks:
         logs = {**logs, **machine}
         self.run_log.metrics({"step": step, "epoch": epoch, **logs})
         if self.training:
-            best = {} if self.state.best_global_step is None else {"best_metric": self.state.best_metric}
-            self.run_log.describe(eta_seconds=self.progress.seconds_left(step), **best)
+            self.run_log.describe(eta_seconds=self.progress.seconds_left(step), **self._best())
             self.run_log.status(RUNNING, step)
         due = self.control.should_log  # which transformers' handler unsets, also for values that a program logs itself
         self._log_event(step, {**logs, "epoch": epoch})
@@ -239,6 +238,10 @@ class RunCallbacks:
         pack(self.state)
 
     # State
+
+    def _best(self) -> dict[str, Any]:
+        """What status.json says of the best evaluation so far."""
+        return {} if self.state.best_global_step is None else {"best_metric": self.state.best_metric}
 
     def encode_state(self) -> Iterator[bytes]:
         """The content of trainer_state.json as `encode_state`, with the state of the callbacks which have one."""

@@ -129,8 +129,8 @@ class Base(Trainer, _Refused, transformers.Trainer):  # type: ignore[misc, overr
     def _of_ranks(self, mode: str) -> tuple[dict[str, list[float]], int]:
         """TRL's metrics of all logical ranks since the last log, and the tokens of all since the first. Collective."""
         own, joined = vars(self), defaultdict[str, list[float]](list)
-        told = self.context.host.all_gather((read_numbers(dict(own["_metrics"][mode])), own["_total_train_tokens"]))
-        for values, _ in (told := [told[rank] for rank in self.mesh.reporting_ranks]):
+        told = self.mesh.gather_reported((read_numbers(dict(own["_metrics"][mode])), own["_total_train_tokens"]))
+        for values, _ in told:
             for name, each in values.items():
                 joined[name] += each
         return dict(joined), sum(tokens for _, tokens in told)

@@ -92,9 +92,10 @@ class TrainingLoop:
         parts, callbacks = self._parts, self._callbacks
         self._args = parts.args
         self._monitor = Telemetry(parts, callbacks.run_log)
-        self._flos = TotalFlos(parts.model)
-        self._losses = LossMeter(parts.context.runtime, self._monitor.anomalies.look, parts.step.experts)
-        self._losses.filters = parts.args.logging_nan_inf_filter
+        counts = self._args.include_num_input_tokens_seen != "no"
+        self._flos = TotalFlos(parts.model, parts.mesh if counts else None)
+        look, filters = self._monitor.anomalies.look, self._args.logging_nan_inf_filter
+        self._losses = LossMeter(parts.context.runtime, look, parts.step.experts, filters)
         self._epoch_open = False
         self._cut_epochs = False  # a callback has ended at least one epoch early
         self._ends = False  # a callback has stopped the run at the step that was restored
@@ -103,6 +104,7 @@ class TrainingLoop:
         self._first_step: int | None = None  # before which this process began; None until it trains
         self._saved_step = 0  # 0: there is nothing to save yet
         self._learning_rate = 0.0  # of the last step
+        self._samples = 0  # that this process has trained, of all ranks
         self._changes: dict[str, str] = {}  # what the resumption has changed, in words
         self._spikes = self._monitor.spikes
         self._positions: dict[int, dict[str, Any]] = {}  # in the data, after steps that may be rolled back
@@ -263,7 +265,12 @@ class TrainingLoop:
         process has ended the run.
         """
         parts, callbacks, first, evaluating = self._parts, self._callbacks, self._step, self._unfinished is not None
-        self._begin(restored)
+        self._monitor.started(parts, first)
+        if restored is not None:
+            self._record_resumption(restored)
+        callbacks.begin(parts.total_steps)
+        if restored is not None:
+            callbacks.progress.line(f"resumed from {restored} at step {first}")
         began = time.perf_counter()
         with self._user_changes.beginning("on_train_begin"):
             self._seed(0, "on_train_begin")
@@ -280,12 +287,11 @@ class TrainingLoop:
             if state.best_model_checkpoint is not None:
                 self._checkpointer.restore_from({"model": parts.saved}, Path(state.best_model_checkpoint))
                 callbacks.best_step = state.best_global_step
-        samples = steps * parts.loader.layout.global_batch
         metrics = {
             "total_flos": callbacks.state.total_flos,
             "train_loss": self._losses.mean_loss(),
             "train_runtime": seconds,
-            "train_samples_per_second": samples / seconds,
+            "train_samples_per_second": self._samples / seconds,
             "train_steps_per_second": steps / seconds,
         }
         if ended:
@@ -367,7 +373,10 @@ class TrainingLoop:
             )
         self._snapshots.wait()
         callbacks.control = TrainerControl()
+        self._monitor.part_fields()  # of the steps that are undone
         self._restore(path)
+        self._losses.timed_tokens = 0
+        self._monitor.restart()
         self._snapshots.goes_on(path)
         spikes.rollbacks = count + 1
         self._monitor.anomalies.rolled_back()
@@ -383,16 +392,6 @@ class TrainingLoop:
         self._finish_step_of_earlier_process()
         parts.loader.load_state_dict(after)
         self._record_position()
-
-    def _begin(self, restored: Path | None) -> None:
-        """Records that this process is about to train."""
-        parts, callbacks = self._parts, self._callbacks
-        self._monitor.started(parts, self._step)
-        if restored is not None:
-            self._record_resumption(restored)
-        callbacks.begin(parts.total_steps)
-        if restored is not None:
-            callbacks.progress.line(f"resumed from {restored} at step {self._step}")
 
     def _record_position(self) -> None:
         """Records which samples come next, for `stepmark rows`: again wherever they are not those that follow."""
@@ -477,8 +476,7 @@ class TrainingLoop:
             self._first_step = self._step
             callbacks.progress.line(f"loss     {parts.step.loss.weighting(batch[0])}")
         self._learning_rate = float(parts.schedule.get_last_lr()[0])
-        self._monitor.step_begins(batch)
-        with self._monitor.within_step():
+        with self._monitor.within_step(batch):
             statistics = parts.step(self._step, batch, hooks)
             enter_phase(BETWEEN)
             self._losses.add(statistics, self._learning_rate)
@@ -489,14 +487,15 @@ class TrainingLoop:
                 self._snapshots.wait()
         callbacks.state.global_step += 1
         callbacks.state.epoch = batch.epoch
+        self._samples += batch.samples
         tokens = self._flos.tokens(batch, len(parts.mesh.ranks.own))
         callbacks.state.total_flos += self._flos.per_token * tokens
         callbacks.state.num_input_tokens_seen += round(tokens)
-        self._show_progress()
         if self._args.on_loss_spike == ROLLBACK:
             self._positions[self._step] = batch.state
         self._event("on_step_end")
         self._monitor.step_ended(self._step, batch)
+        self._show_progress()
         self._follow_control()
         self._take_snapshot()
         self._checkpointer.check()
@@ -528,19 +527,14 @@ class TrainingLoop:
     # Logs
 
     def _show_progress(self) -> None:
-        progress = self._callbacks.progress
-        if due := progress.due():
+        values = None
+        if self._callbacks.progress.due():
             self._losses.settle()
-        if not due or self._losses.last_loss is None:
-            progress.step(self._step)
-            return
-        progress.unit = self._unit()
-        speed = self._losses.timed_tokens / self._monitor.timers.training()
-        progress.step(self._step, {"loss": self._losses.last_loss, "tokens_per_second": speed})
-
-    def _unit(self) -> str:
-        """What the targets are: those of classes, numbers and other labels of whole samples are samples."""
-        return "samples" if self._losses.timed_tokens == self._monitor.throughput.samples else "tokens"
+            counts = {"tokens": self._losses.timed_tokens, "samples": self._monitor.throughput.samples}
+            seconds = self._monitor.timers.training()
+            speeds = {f"{unit}_per_second": count / seconds for unit, count in counts.items()}
+            values = {"loss": self._losses.last_loss, **speeds}
+        self._callbacks.progress.step(self._step, values)
 
     def _log(self) -> None:
         self._check_targets()
@@ -550,7 +544,6 @@ class TrainingLoop:
             return
         seconds = self._monitor.timers.training()  # of all rates, so that those of samples and tokens may be equal
         speed = self._losses.timed_tokens / seconds
-        self._callbacks.progress.unit = self._unit()
         self._losses.timed_tokens = 0
         loads, tokens = self._losses.take_loads(), self._losses.since_start["tokens"]
         self._monitor.anomalies.loads(self._step, loads)
@@ -566,7 +559,7 @@ class TrainingLoop:
         cache = self._parts.context.runtime.cache_counters()
         if cache is not None:
             log |= {"graph_cache_hits": cache.hits, "graph_cache_misses": cache.misses}
-        self._callbacks.progress.step(self._step, log)
+        self._callbacks.progress.step(self._step, {"epoch": self._callbacks.state.epoch, **log, **machine})
         self._callbacks.log(log, machine)
         self._callbacks.control.should_log = False
         self._check_finite()

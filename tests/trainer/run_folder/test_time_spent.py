@@ -51,11 +51,11 @@ def test_seconds_add_up_over_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     first.add(*STEP)
     saved = first.kept(*NOTHING)
     clock.now += 4.75
-    status = {"time": clock.now, TIME_SPENT: first.add(*STEP)}
+    status = {**first.add(*STEP), "time": clock.now + 6}  # written again, for a save, before the next log
     clock.now += 20  # killed, and started again
     second = attempt(clock, status, 7.0, (2.0, saved))
     clock.now += 4.75
-    found = second.add(*STEP)
+    found = seconds_in(second.add(*STEP))
     expected = {
         "kept": 6.0,
         "repeated": 3.0,
@@ -72,7 +72,7 @@ def test_seconds_add_up_over_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_checkpoint_that_says_nothing_keeps_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    status = {"time": clock.now, TIME_SPENT: attempt(clock, {}, 1.0, (0.0, 0.0)).add(*STEP)}
+    status = {"time": clock.now, **attempt(clock, {}, 1.0, (0.0, 0.0)).add(*STEP)}
     found = attempt(clock, status, 1.0, (0.5, None))
     assert (found.seconds["kept"], found.seconds["repeated"]) == (3.0, 0.0)
 
@@ -81,7 +81,7 @@ def test_a_checkpoint_that_says_nothing_keeps_all_steps(monkeypatch: pytest.Monk
 def test_nobody_waits_for_a_run_that_is_done(monkeypatch: pytest.MonkeyPatch, state: str, stopped: float) -> None:
     clock = Clock(monkeypatch)
     first = attempt(clock, {}, 1.0, (0.0, 0.0))
-    status = {"state": state, "time": clock.now, TIME_SPENT: first.add(*STEP)}
+    status = {"state": state, "time": clock.now, **first.add(*STEP)}
     clock.now += 500
     assert attempt(clock, status, 1.0, (0.5, None)).seconds["stopped"] == stopped
 
@@ -90,7 +90,7 @@ def test_another_training_of_the_same_process_counts_no_second_twice(monkeypatch
     clock = Clock(monkeypatch)
     first = attempt(clock, {}, 1.0, (0.0, 0.0))
     clock.now += 4.75
-    status = {"time": clock.now, TIME_SPENT: first.add(*STEP)}
+    status = {"time": clock.now, **first.add(*STEP)}
     clock.now += 3
     again = TimeSpent(status)
     again.restored(0.0, None)
@@ -109,18 +109,19 @@ def kill(trainer: Trainer) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(folder: str, killed: int | None) -> None:
+def train(folder: str, killed: int | None, resumes: bool) -> None:
     """`killed`: after this step, before its log."""
     change = Changes(freeze) if killed is None else Changes(kill, killed)
-    make(folder, None, change, async_save=False).train(resume_from_checkpoint=killed is None)
+    make(folder, None, change, async_save=False).train(resume_from_checkpoint=resumes)
 
 
 def test_a_resumed_run_knows_the_time_of_all_its_attempts(ranks: Ranks, tmp_path: Path) -> None:
-    """Killed after step 5, it goes on from step 3."""
+    """Killed after step 5, it goes on from step 3, and is killed again before its first log."""
     began = time.time()
-    assert ranks.run(train, str(tmp_path), 5).codes == [-signal.SIGKILL]
+    assert ranks.run(train, str(tmp_path), 5, False).codes == [-signal.SIGKILL]
     first = seconds_in(json.loads((tmp_path / "status.json").read_text()))
-    ranks.run(train, str(tmp_path), None).check()
+    assert ranks.run(train, str(tmp_path), 4, True).codes == [-signal.SIGKILL]
+    ranks.run(train, str(tmp_path), None, True).check()
     found = seconds_in(json.loads((tmp_path / "status.json").read_text()))
     assert list(found) == list(PARTS)
     kept = read_manifest(tmp_path / "checkpoint-3").metadata[KEPT]

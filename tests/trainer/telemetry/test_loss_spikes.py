@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,8 @@ from stepmark.cli.main import run as call
 from stepmark.data.loader.batch import StepBatch
 from stepmark.errors import TrainingDiverged, UsageError
 from stepmark.filesystem.json_files import read_lines
+from stepmark.trainer import training_loop
+from stepmark.trainer.resume import restore_run
 from stepmark.trainer.telemetry.anomalies import SpikeDetector
 from tests.support.programs import Blocks, tiny_model
 from tests.support.ranks import Ranks
@@ -164,6 +167,24 @@ def test_a_run_goes_back_and_leaves_the_samples_out(tmp_path: Path, capsys: pyte
 
     with pytest.raises(TrainingDiverged, match=r"step 18 is a loss spike after 1 rollbacks .*checkpoint-16 is from"):
         train(tmp_path / "limited", 20, 41, on_loss_spike="rollback", max_rollbacks=1, **SPIKES)
+
+
+def test_the_time_of_going_back_counts_once_and_in_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(*given: Any) -> Any:
+        time.sleep(2.0)
+        return restore_run(*given)
+
+    monkeypatch.setattr(training_loop, "restore_run", slowly)
+    began = time.monotonic()
+    train(tmp_path, 20, on_loss_spike="rollback", **SPIKES)
+    spent = json.loads((tmp_path / "status.json").read_text())["time_spent"]
+    assert spent["restoring"] >= 2.0
+    assert sum(spent.values()) - spent["starting"] <= time.monotonic() - began
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    (at,) = (index for index, line in enumerate(lines) if "resumed" in line)
+    after = lines[at + 1]
+    assert after["samples_per_second"] * (after["seconds_step"] + after["seconds_data"]) == pytest.approx(4.0, rel=0.1)
+    assert after["time"] - lines[at - 1]["time"] >= 2.0 + after["seconds_step"]
 
 
 def test_without_a_checkpoint_the_run_goes_on(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.cli.main import run
-from stepmark.trainer.run_folder.run_log import RunLog
+from stepmark.trainer.run_folder.run_log import RunLog, read_metrics
 from stepmark.trainer.telemetry.progress import ProgressDisplay, duration, log_line
 from tests.support.recipes import write_recipe
 
@@ -58,6 +58,20 @@ class Line(torch.nn.Module):
         return {"loss": torch.nn.functional.mse_loss(self.layer(x), labels)}
 
 
+@pytest.mark.parametrize("logging", [1, 500])
+def test_a_line_between_logs_has_the_unit_of_a_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, logging: int
+) -> None:
+    monkeypatch.setattr("stepmark.trainer.telemetry.progress.LINE_SECONDS", 0.0)
+    rows = [{"x": torch.full((3,), i / 8), "labels": torch.tensor([i / 8, 1.0])} for i in range(8)]
+    Trainer(
+        Line(), TrainingArguments(str(tmp_path), max_steps=2, logging_steps=logging, device="cpu"), train_dataset=rows
+    ).train()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "  loss " in line]
+    assert len(lines) >= 2
+    assert all(re.search(r"  [\d,]+ samples/s  ", line) for line in lines), lines
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_speed_of_a_model_without_tokens_is_in_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], accumulation: int
@@ -77,12 +91,16 @@ def test_the_speed_of_a_model_without_tokens_is_in_samples(
     ]
 
 
-def test_lines_can_be_json(printed: Any) -> None:
+def test_lines_can_be_json(printed: Any, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in printed(log_format="json", eval_strategy="steps", eval_steps=4)]
     assert all(isinstance(line["time"], float) for line in lines)
     logs = [line for line in lines if "loss" in line]
     assert [(line["step"], line["total_steps"]) for line in logs] == [(2, 4), (4, 4)]
-    assert {"learning_rate", "tokens_per_second", "eta_seconds", "grad_norm"} <= logs[0].keys()
+    kept = [{**line, "time": 0} for line in read_metrics(tmp_path / "out") if "loss" in line]
+    assert [{name: line[name] for name in each} for line, each in zip(logs, kept, strict=True)] == [
+        {**each, "time": line["time"]} for line, each in zip(logs, kept, strict=True)
+    ]
+    assert logs[0]["eta_seconds"] > 0
     assert [line["step"] for line in lines if "eval_loss" in line] == [4]
     assert lines[-1]["message"].startswith("done: step 4")
 

@@ -8,12 +8,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from stepmark.filesystem.json_files import read_lines
 from stepmark.report.figures import read_samples, system_figures
 from stepmark.report.page import read_histories
+from stepmark.runtime.eager import EagerRuntime
 from stepmark.trainer.telemetry import system_samples
 from stepmark.trainer.telemetry.system_samples import SystemSampler, read_counters
+
+CPU = EagerRuntime(torch.device("cpu"))
 
 
 @pytest.fixture
@@ -33,7 +37,7 @@ def test_rates_are_means_since_the_sample_before(
     tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted(monkeypatch, {"processor": 5.0, "disk_written": 0.0}, {"processor": 11.0, "disk_written": 8e6})
-    sampler = SystemSampler(tmp_path, 3, None)
+    sampler = SystemSampler(tmp_path, 3, CPU)
     clock[0] += 0.9
     sampler.poll(1)
     assert not (tmp_path / "system").exists()
@@ -46,7 +50,7 @@ def test_rates_are_means_since_the_sample_before(
 
 
 def test_samples_get_rarer(tmp_path: Path, clock: list[float]) -> None:
-    sampler = SystemSampler(tmp_path, 0, None)
+    sampler = SystemSampler(tmp_path, 0, CPU)
     for step in range(4000):
         clock[0] += 1
         sampler.poll(step)
@@ -75,7 +79,7 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_run(
     tmp_path: Path, clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "system").write_text("in the way")
-    sampler = SystemSampler(tmp_path, 0, None)
+    sampler = SystemSampler(tmp_path, 0, CPU)
     with caplog.at_level(logging.WARNING, "stepmark"):
         for step in range(3):
             clock[0] += 20

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.parallel.pipeline.staged_model import complete_size
@@ -18,14 +27,7 @@ from stepmark.runtime.hardware import host_memory
 from stepmark.sharding.layout import Layout, annotate
 from stepmark.trainer.telemetry import throughput as peaks
 from stepmark.trainer.telemetry import throughput as speed_module
-from stepmark.trainer.telemetry.throughput import (
-    Throughput,
-    TotalFlos,
-    flops_per_token,
-    memory_fields,
-    peak_flops,
-    sequence_length,
-)
+from stepmark.trainer.telemetry.throughput import Throughput, TotalFlos, flops_per_token, memory_fields, peak_flops
 
 CPU = EagerRuntime(torch.device("cpu"))
 
@@ -69,6 +71,16 @@ def test_nothing_is_said_of_a_model_that_does_not_tell() -> None:
     experts = gpt2()
     experts.config.num_experts = 8
     assert flops_per_token(experts, 8) is None
+    both = T5Config(d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=11)
+    assert flops_per_token(T5ForConditionalGeneration(both), 8) is None
+
+
+def test_of_frozen_parameters_no_gradient_counts() -> None:
+    model = gpt2()
+    whole, size = flops_per_token(model, 8), complete_size(model).multiplied
+    model.requires_grad_(False)
+    trained = model.transformer.h[0].mlp.c_fc.weight.requires_grad_()
+    assert flops_per_token(model, 8) == whole - 2 * (size - trained.numel())  # type: ignore[operator]
 
 
 def test_of_experts_those_count_that_a_token_goes_through() -> None:
@@ -144,7 +156,15 @@ def test_what_is_not_known_is_left_out() -> None:
     assert set(speed.fields(1.0)) == {"samples_per_second", "model_flops_per_second"}
     speed.add(step(4, None))
     assert speed.fields(1.0) == {"samples_per_second": 8.0}
-    assert sequence_length(step(4, None)) is None
+
+
+def test_micro_batches_count_with_their_own_lengths_and_samples_of_one_row_once() -> None:
+    model = gpt2()
+    speed = Throughput(model, CPU, 1, torch.float32)
+    rows = [torch.zeros(2, 4, dtype=torch.long), torch.zeros(1, 6, dtype=torch.long)]  # the second of two samples
+    speed.add(StepBatch([MicroBatch({"input_ids": each}, 2, 2) for each in rows], 4, 0.1, {"samples": 4}))
+    expected = 8 * flops_per_token(model, 4) + 6 * flops_per_token(model, 6)  # type: ignore[operator]
+    assert speed.fields(1.0)["model_flops_per_second"] == expected
 
 
 def test_memory_of_the_host_and_of_a_device() -> None:

@@ -14,6 +14,7 @@ from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.errors import UsageError
 from stepmark.trainer.telemetry.throughput import TotalFlos
 from tests.support.programs import Blocks, StopsAt, tiny_model
+from tests.support.ranks import Ranks
 
 
 def trained(folder: Path, *stops: int, resume: bool = False, **more: Any) -> Trainer:
@@ -33,7 +34,7 @@ def test_rows_that_only_keep_the_shape_do_not_count() -> None:
     tokens = torch.ones(2, 8, dtype=torch.long)
 
     def share(*rows: int) -> float:
-        made = [MicroBatch({"input_ids": tokens, "labels": tokens}, each, 8) for each in rows]
+        made = [MicroBatch({"input_ids": tokens, "labels": tokens}, each, 8, filled=each < 2) for each in rows]
         return count.per_token * count.tokens(StepBatch(made, 3, 1.0, {"samples": 0}))
 
     expected = 6 * model.num_parameters(exclude_embeddings=True) * 3 * 8
@@ -73,3 +74,55 @@ def test_input_tokens_are_counted_over_the_complete_run_and_logged_where_asked(t
     assert TrainingArguments(include_num_input_tokens_seen=False).include_num_input_tokens_seen == "no"
     with pytest.raises(UsageError, match="^include_num_input_tokens_seen: should be true or all, false or no"):
         TrainingArguments(include_num_input_tokens_seen="non_padding")
+
+
+class Uneven(Blocks):
+    """Each sample is longer than the one before."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: each[: 2 + index] for name, each in super().__getitem__(index).items()}
+
+
+def padded(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.nn.utils.rnn.pad_sequence([each[name] for each in samples], True, value)
+        for name, value in (("input_ids", 0), ("labels", -100))
+    }
+
+
+def joined(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """One row of all samples."""
+    return {name: torch.cat([each[name] for each in samples])[None] for name in samples[0]}
+
+
+def count_uneven(folder: str) -> list[float]:
+    fields = {"include_num_input_tokens_seen": True, "train_sampling_strategy": "sequential", "device": "cpu"}
+    fields |= {"num_train_epochs": 1, "per_device_train_batch_size": 2, "logging_steps": 1, "save_strategy": "no"}
+    args = TrainingArguments(folder, **fields)
+    trainer = Trainer(tiny_model(), args, train_dataset=Uneven(5), data_collator=padded)
+    trainer.train()
+    logged = [log.get("num_input_tokens_seen") for log in trainer.state.log_history if "loss" in log]
+    return [*logged, trainer.state.num_input_tokens_seen, trainer.state.total_flos]
+
+
+def test_tokens_are_those_of_all_ranks_where_asked_for(tmp_path: Path, ranks: Ranks) -> None:
+    """Of samples with 2 to 6 tokens, rank 0 has the first two in the first step, and the last one in the second."""
+    told = ranks.run(count_uneven, str(tmp_path / "two"), nproc=2).check()
+    total = 22 * 6 * tiny_model().num_parameters(exclude_embeddings=True)
+    assert told == [[16, 22, 22, total]] * 2
+    assert count_uneven(str(tmp_path / "one")) == [6, 16, 22, 22, total]
+
+
+def test_samples_that_share_a_row_count_once(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), max_steps=1, per_device_train_batch_size=4, device="cpu")
+    trainer = Trainer(tiny_model(), args, train_dataset=Uneven(4), data_collator=joined)
+    trainer.train()
+    assert trainer.state.num_input_tokens_seen == 2 + 3 + 4 + 5
+
+
+def test_the_samples_of_a_process_count_as_they_are(tmp_path: Path) -> None:
+    """The last step of each epoch has three of four."""
+    args = TrainingArguments(str(tmp_path), num_train_epochs=2, per_device_train_batch_size=4, device="cpu")
+    found = Trainer(tiny_model(), args, train_dataset=Blocks(7)).train().metrics
+    assert found["train_samples_per_second"] * found["train_runtime"] == pytest.approx(14)
+    assert found["train_steps_per_second"] * found["train_runtime"] == pytest.approx(4)

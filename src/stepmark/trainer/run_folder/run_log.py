@@ -30,7 +30,7 @@ POSITION = "position"  # the event that says which samples come next
 SYSTEM = "system"  # the folder of what every rank samples of its machine
 PATIENCE = 5.0  # seconds
 RESTARTING = "restarting"  # the event of the supervisor, before it starts the ranks again
-COUNTED = {"saved": "saves", "save_failed": "save_failures", "trouble": "troubles"}  # events
+COUNTED = {"saved": "saves", "save_failed": "save_failures", "trouble": "troubles", "started": "restarts"}  # events
 _INVALID = re.compile(r"[^a-zA-Z0-9_]")
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
@@ -45,16 +45,14 @@ class PrometheusFile:
         labels = {"run": run, "job": job, "host": socket.gethostname()}
         self._labels = ",".join(f'{key}="{text.translate(_ESCAPES)}"' for key, text in labels.items())
         self._warned = False
-        self._counts: dict[str, float] = dict.fromkeys((*COUNTED.values(), "save_seconds"), 0)
+        self._counts: dict[str, float] = {**dict.fromkeys((*COUNTED.values(), "save_seconds"), 0), "restarts": -1}
         self._gauges: dict[str, Any] = {}
-        self._starts = 0
         for event in events:
             self.count(event)
 
     def count(self, event: Mapping[str, Any]) -> None:
         """Counts one line of events.jsonl."""
         kind = event.get("event")
-        self._starts += kind == "started"
         if kind in COUNTED:
             self._counts[COUNTED[kind]] += 1
         if kind == "saved":
@@ -66,7 +64,7 @@ class PrometheusFile:
 
     def write(self, status: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
         """Writes the newest log and the status. A file that cannot be written does not end the run."""
-        counts = {**self._counts, "tokens": metrics.get("target_tokens"), "restarts": max(self._starts - 1, 0)}
+        counts = {**self._counts, "tokens": metrics.get("target_tokens"), "restarts": max(self._counts["restarts"], 0)}
         spent = {f"time_spent_{part}_seconds": seconds for part, seconds in seconds_in(status).items()}
         totals = {f"{name}_total": count for name, count in counts.items()}
         numbers = {**metrics, **status, **spent, **self._gauges, **totals}

@@ -11,6 +11,7 @@ from stepmark.liveness.heartbeat import process_age
 from stepmark.trainer.run_folder.status import DONE
 
 TIME_SPENT = "time_spent"  # in status.json
+UNTIL = "counted_until"  # beside it: the time up to which these seconds count, in seconds since 1970
 KEPT = "kept_seconds"  # in the metadata of a checkpoint: of the steps up to it
 PARTS = {  # by their name in the file, in words
     "kept": "steps",
@@ -49,10 +50,10 @@ class TimeSpent:
     def __init__(self, status: Mapping[str, Any]) -> None:
         self._began, self._restoring = time.time() - process_age(), 0.0
         self.seconds = seconds_in(status) or dict.fromkeys(PARTS, 0.0)
-        written = finite_number(status.get("time"))
-        if any(self.seconds.values()) and written is not None and status.get("state") != DONE:
-            self.seconds["stopped"] += max(self._began - written, 0.0)
-            self._began = max(self._began, min(written, time.time()))  # of the same process: what follows on it
+        until = finite_number(status.get(UNTIL, status.get("time")))  # the status may be newer than the last log
+        if any(self.seconds.values()) and until is not None and status.get("state") != DONE:
+            self.seconds["stopped"] += max(self._began - until, 0.0)
+            self._began = max(self._began, min(until, time.time()))  # of the same process: what follows on it
 
     def restored(self, seconds: float, kept: float | None) -> None:
         """The run goes on from its beginning, or a checkpoint, up to which steps have taken `kept` seconds (None: not
@@ -63,18 +64,21 @@ class TimeSpent:
         self.seconds["kept"] = before if kept is None else min(kept, before)
         self.seconds["repeated"] += before - self.seconds["kept"]
 
-    def begin(self) -> None:
-        """The first step of this process comes next."""
-        self.seconds["starting"] += max(time.time() - self._began - self._restoring, 0.0)
+    def begin(self) -> dict[str, Any]:
+        """What is behind this process was its start, and no step yet. Returns what status.json says of it."""
+        now = time.time()
+        self.seconds["starting"] += max(now - self._began - self._restoring, 0.0)
+        self._began, self._restoring = now, 0.0
+        return {TIME_SPENT: dict(self.seconds), UNTIL: now}
 
-    def add(self, parts: Mapping[str, float], within_steps: Mapping[str, float]) -> dict[str, float]:
-        """Adds what `RunTimers` has counted. Returns all seconds so far, for status.json."""
+    def add(self, parts: Mapping[str, float], within_steps: Mapping[str, float]) -> dict[str, Any]:
+        """Adds what `RunTimers` has counted up to now. Returns what status.json says of it."""
         self.seconds["kept"] = self.kept(parts, within_steps)
         for part, seconds in within_steps.items():
             self.seconds[part] += seconds
         self.seconds["saving"] += parts["save"]
         self.seconds["evaluating"] += parts["evaluation"]
-        return dict(self.seconds)
+        return {TIME_SPENT: dict(self.seconds), UNTIL: time.time()}
 
     def kept(self, parts: Mapping[str, float], within_steps: Mapping[str, float]) -> float:
         """Seconds of the steps up to now, given what was counted since the last call of `add`."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 REPEATS = 5  # steps in a row with the same loss and gradient norm
@@ -95,7 +96,7 @@ class AnomalyDetector:
         self._same = 0
         self._moved = 0  # steps since the last checkpoint that must have changed the weights
         self._weights: tuple[int, str] | None = None
-        self._loads: deque[tuple[int, Mapping[str, Tensor]]] = deque(maxlen=STARVED_LOGS)
+        self._loads: deque[Mapping[str, Tensor]] = deque(maxlen=STARVED_LOGS)
 
     def look(self, step: int, loss: float, tokens: float, norm: float, updated: bool = True, rate: float = 0.0) -> None:
         """Takes a step's numbers, in order, once they are on the host: whether it `updated`, its learning `rate`."""
@@ -154,12 +155,11 @@ class AnomalyDetector:
 
     def loads(self, step: int, loads: Mapping[str, Tensor]) -> None:
         """Takes the tokens of each expert of each layer since the last log, at the log of this step."""
-        self._loads.append((step, loads))
+        self._loads.append(loads)
         if len(self._loads) < STARVED_LOGS:
             return
         for layer in loads:
-            tokens = sum(each[layer] for _, each in self._loads if layer in each)
-            assert isinstance(tokens, Tensor)
+            tokens = torch.stack([each[layer] for each in self._loads if layer in each]).sum(0)
             mean = float(tokens.double().mean())
             starved = (tokens < STARVED * mean).nonzero().flatten().tolist()
             if starved and mean >= FEWEST_TOKENS:

@@ -63,6 +63,8 @@ def _data(loader: Any) -> str:
     tokens = getattr(getattr(dataset, "dataset", dataset), "tokens", None)  # perhaps without its unused columns
     steps = loader.steps_per_epoch
     each = f"{steps} step{'' if steps == 1 else 's'} per epoch"
+    if not getattr(loader, "has_length", True):
+        return "a stream without a length"
     samples = f"{count(len(dataset))} samples, {each}" if hasattr(dataset, "__len__") else each
     return f"{count(tokens)} tokens, {each}" if isinstance(tokens, int) else samples
 

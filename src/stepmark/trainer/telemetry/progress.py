@@ -34,7 +34,6 @@ class ProgressDisplay:
         self._total, self._first = total, done
         self._format = log_format
         self._bar: Any = None
-        self.unit = "tokens"  # of the speed: what the targets are
         self._began = self._last = time.monotonic()
         if shows and bar and log_format == "text" and sys.stderr.isatty():
             self._open_bar(total, done)
@@ -71,10 +70,9 @@ class ProgressDisplay:
             return
         self._last = time.monotonic()
         if self._bar is None:
-            self.line(log_line(step, self._total, values, self.seconds_left(step), self._format, self.unit))
+            self.line(log_line(step, self._total, values, self.seconds_left(step), self._format))
         else:
-            speed = f"  {values['tokens_per_second']:,.0f} {self.unit}/s" if values.get("tokens_per_second") else ""
-            self._bar.update(self._task, status=f"loss {decimals(values['loss'])}{speed}")
+            self._bar.update(self._task, status="  ".join(_numbers(values)))
 
     def evaluated(self, step: int, metrics: dict[str, Any], prefix: str) -> None:
         """Shows an evaluation, whose metrics' names begin with the prefix."""
@@ -91,24 +89,21 @@ class ProgressDisplay:
             self._bar = None
 
 
-SHOWN = {"learning_rate": "lr {:.2e}", "tokens_per_second": "{:,.0f} {unit}/s"}
-
-
-def log_line(
-    step: int, total: int, values: dict[str, Any], seconds_left: float | None, log_format: str, unit: str = "tokens"
-) -> str:
+def log_line(step: int, total: int, values: dict[str, Any], seconds_left: float | None, log_format: str) -> str:
     """One log: time of day, step, loss, learning rate, targets per second in their unit, and the time that is left."""
     if log_format == "json":
         return json_line({"step": step, "total_steps": total, **values, "eta_seconds": seconds_left})
-    parts = [f"step {step}/{total}"]
-    if values.get("loss") is not None:
-        parts.append(f"loss {decimals(values['loss'])}")
-    for name, form in SHOWN.items():
-        if values.get(name) is not None:
-            parts.append(form.format(values[name], unit=unit))
-    if seconds_left is not None:
-        parts.append(f"{duration(seconds_left)} left")
-    return f"{time.strftime('%H:%M:%S')}  " + "  ".join(parts)
+    left = [] if seconds_left is None else [f"{duration(seconds_left)} left"]
+    return f"{time.strftime('%H:%M:%S')}  " + "  ".join([f"step {step}/{total}", *_numbers(values), *left])
+
+
+def _numbers(values: Mapping[str, Any]) -> list[str]:
+    """Loss, learning rate and targets per second; those of classes and other labels of whole samples are samples."""
+    loss, rate, speed = (values.get(name) for name in ("loss", "learning_rate", "tokens_per_second"))
+    unit = "samples" if speed == values.get("samples_per_second") else "tokens"
+    shown = [] if loss is None else [f"loss {decimals(loss)}"]
+    shown += [] if rate is None else [f"lr {rate:.2e}"]
+    return shown + ([] if speed is None else [f"{speed:,.0f} {unit}/s"])
 
 
 def decimals(value: float) -> str:

@@ -16,18 +16,19 @@ from typing import Any
 from stepmark.filesystem.files import make_own_folder
 from stepmark.filesystem.json_files import append_line
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.hardware import host_memory, machine_memory
+from stepmark.runtime.hardware import machine_memory
 from stepmark.trainer.run_folder.run_log import SYSTEM
+from stepmark.trainer.telemetry.throughput import memory_fields
 
 logger = logging.getLogger("stepmark")
 SHORTEST, LONGEST, SHARE = 1.0, 15.0, 0.01
 
 
 class SystemSampler:
-    """Samples of one rank, and of the memory of `runtime`, if it is given; none at all unless it `writes`. Rates are
-    means over the time since the sample before."""
+    """Samples of one rank, and of the memory of `runtime`; none at all unless it `writes`. Rates are means over the
+    time since the sample before."""
 
-    def __init__(self, folder: Path, rank: int, runtime: Runtime | None, *, writes: bool = True) -> None:
+    def __init__(self, folder: Path, rank: int, runtime: Runtime, *, writes: bool = True) -> None:
         self._path = folder / SYSTEM / f"rank-{rank}.jsonl"
         self._runtime = runtime
         self._writes = writes
@@ -53,14 +54,10 @@ class SystemSampler:
         append_line(self._path, {"step": step, "time": time.time(), **rates, **self._memory()})
 
     def _memory(self) -> dict[str, Any]:
-        host, machine = host_memory(), machine_memory()
-        device = None if self._runtime is None else self._runtime.memory()
-        found = {
-            "memory": None if host is None else host[0],
-            "host_memory_used": None if machine is None else 1 - machine[1] / machine[0],
-            "device_memory": None if device is None else device.used,
-        }
-        return {name: value for name, value in found.items() if value is not None}
+        machine, own = machine_memory(), memory_fields(self._runtime)
+        found = {} if machine is None else {"host_memory_used": 1 - machine[1] / machine[0]}
+        fields = {"host_memory": "memory", "device_memory": "device_memory"}
+        return found | {name: own[field] for field, name in fields.items() if field in own}
 
 
 def read_counters() -> dict[str, float]:

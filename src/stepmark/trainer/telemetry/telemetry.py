@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from stepmark.runtime.versions import software_versions
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.components import TrainingComponents
 from stepmark.trainer.run_folder.run_log import RunLog
-from stepmark.trainer.run_folder.time_spent import TIME_SPENT, TimeSpent
+from stepmark.trainer.run_folder.time_spent import TimeSpent
 from stepmark.trainer.telemetry.anomalies import AnomalyDetector, SpikeDetector
 from stepmark.trainer.telemetry.lazy_device import DeviceReadMonitor, RecompilationMonitor
 from stepmark.trainer.telemetry.save_history import SaveHistory
@@ -74,6 +74,7 @@ class Telemetry:
 
     def started(self, parts: TrainingComponents, step: int) -> None:
         size = complete_size(parts.model)
+        self._run_log.describe(**self.spent.begin())  # else what earlier attempts have spent is lost before a log
         self._run_log.event(
             "started",
             step,
@@ -98,20 +99,26 @@ class Telemetry:
     def begin(self) -> None:
         """The loop begins; earlier compilations are not counted."""
         self.spent.begin()
-        self.timers.restart()
+        self.restart()
         if self._run_log.writes:
             self._recompilations = RecompilationMonitor(self._runtime, self._report_compilation)
             self._device_reads = DeviceReadMonitor(self._runtime, self._report_device_reads)
 
-    def step_begins(self, batch: StepBatch) -> None:
+    def restart(self) -> None:
+        """Steps follow; what was not logged yet counts in no log."""
+        self.timers.restart()
+        self.throughput.restart()
+
+    @contextmanager
+    def within_step(self, batch: StepBatch) -> Iterator[None]:
+        """The block trains a step with this batch."""
         if (progress := current()) is not None:
             progress.step_begins()
         self._before_step = self._within_steps()
         if self._recompilations is not None:
             self._recompilations.begin(batch)
-
-    def within_step(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._device_reads is None else self._device_reads.within_step()
+        with nullcontext() if self._device_reads is None else self._device_reads.within_step():
+            yield
 
     def step_ended(self, step: int, batch: StepBatch) -> None:
         if (progress := current()) is not None:
@@ -148,7 +155,7 @@ class Telemetry:
     def part_fields(self) -> dict[str, float]:
         """Seconds of each part of training since the last call or log."""
         parts = self.timers.parts()
-        self._run_log.describe(**{TIME_SPENT: self.spent.add(parts, self.timers.within_steps)})
+        self._run_log.describe(**self.spent.add(parts, self.timers.within_steps))
         self.timers.restart()
         return {f"seconds_{part}": seconds for part, seconds in parts.items()}
 

@@ -8,6 +8,7 @@ import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,13 +21,14 @@ from stepmark.parallel.pipeline.balance import active_experts
 from stepmark.parallel.pipeline.staged_model import complete_size
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.hardware import host_memory, neuron_device_present
+from stepmark.runtime.mesh import Mesh
 from stepmark.training.model_labels import unwrapped
 
 
 class Throughput:
     """Counts samples and floating-point operations since the last log, over all ranks.
 
-    Each of the `ranks` has one device; `dtype` is that of matrix products. The sequence length is that of this rank's
+    Each of the `ranks` has one device; `dtype` is that of matrix products. Sequences are as long as in this rank's
     `input_ids`; without such an input, or where the model's operations are unknown, operations are not counted.
     """
 
@@ -42,12 +44,10 @@ class Throughput:
 
     def add(self, batch: StepBatch) -> None:
         self.samples += batch.samples
-        length = sequence_length(batch)
-        each = None if length is None else self._flops_per_token(length)
-        if each is None or length is None or self._flops is None:
-            self._flops = None
-        else:
-            self._flops += each * length * batch.samples
+        made = step_tokens(batch, "input_ids")
+        costs = [each * tokens for length, tokens in made if (each := self._flops_per_token(length)) is not None]
+        if self._flops is not None:
+            self._flops = self._flops + sum(costs) if len(costs) == len(batch) else None
 
     def fields(self, seconds: float) -> dict[str, float]:
         """Rates over the `seconds` of training since the last log."""
@@ -61,17 +61,18 @@ class Throughput:
 
 def flops_per_token(model: nn.Module, length: int) -> float | None:
     """Floating-point operations of forward and backward pass for one token of a sequence of `length` tokens. None where
-    the config does not determine it: for models that are not from transformers, for example.
+    the config does not determine it: for models that are not from transformers, for example, and for encoder-decoders,
+    of which each part has tokens of its own.
 
     After Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), appendix B: training takes 6 N + 12
     L H Q T operations per token, with N parameters, L layers, H heads of size Q, and T tokens in a sequence. What is
     computed a second time (activation checkpointing) does not count, and causal attention counts in full. N are the
     parameters that are multiplied: an embedding used only for lookup is excluded, one tied to the head is included, and
-    of experts those that a token goes through.
+    of experts those that a token goes through. Frozen ones, as under LoRA, take 4 N: they need no gradients.
     """
     config: Any = getattr(model, "config", None)
     is_text = hasattr(config, "get_text_config") and config.get_text_config() is config
-    if not is_text or active_experts(config) is None:
+    if not is_text or active_experts(config) is None or getattr(config, "is_encoder_decoder", False):
         return None
     names = "num_hidden_layers", "num_attention_heads", "hidden_size"
     sizes: list[Any] = [getattr(config, name, None) for name in names]
@@ -79,15 +80,21 @@ def flops_per_token(model: nn.Module, length: int) -> float | None:
         return None
     layers, heads, hidden = sizes
     size = getattr(config, "head_dim", None) or hidden // heads
-    return 6.0 * complete_size(model).multiplied + 12.0 * layers * heads * size * length
+    parameters = complete_size(model)
+    frozen = max(parameters.multiplied - parameters.trained, 0)
+    return 6.0 * parameters.multiplied - 2.0 * frozen + 12.0 * layers * heads * size * length
 
 
-def sequence_length(batch: StepBatch) -> int | None:
-    """Tokens in a row of the step's longest micro-batch, padding included; None where there are no `input_ids`."""
-    inputs: list[Any] = [micro_batch.inputs for micro_batch in batch]
-    ids = [each.get("input_ids") for each in inputs if isinstance(each, dict)]
-    lengths = [each.shape[-1] for each in ids if isinstance(each, Tensor) and each.ndim == 2]
-    return max(lengths) if lengths and len(lengths) == len(inputs) else None
+def step_tokens(batch: StepBatch, name: str) -> list[tuple[int, float]]:
+    """Of each micro-batch that has this input, the length of a row, and how many tokens a step has of such: those of
+    all ranks, assuming that samples are on average as long as on this one. Padding counts, rows that only fill do not,
+    where there are others."""
+    given = [(each, each.inputs.get(name)) for each in batch if isinstance(each.inputs, Mapping)]
+    made = [(each, tensor) for each, tensor in given if isinstance(tensor, Tensor) and tensor.dim() and len(tensor)]
+    fills = not any(each.rows for each, _ in made)  # a rank may have filler alone
+    samples = sum(len(tensor) if fills else each.rows for each, tensor in made)
+    counted = [(len(tensor) if fills or not each.filled else each.rows, tensor) for each, tensor in made]
+    return [(tensor.shape[-1], tensor[0].numel() * count * batch.samples / samples) for count, tensor in counted]
 
 
 def memory_fields(runtime: Runtime) -> dict[str, int]:
@@ -149,27 +156,27 @@ class TotalFlos:
     """`total_flos`: operations as transformers counts them, 6 per parameter and token, 0 for other models.
 
     Embedding parameters do not count, padding tokens do; rows that only fill a batch's shape do not. Unlike there, of
-    experts only those count that a token goes through. This rank may have a part of the model.
+    experts only those count that a token goes through. This rank may have a part of the model. With a `mesh`, tokens
+    are those of all its ranks; otherwise samples of other ranks are taken to be on average as long as on this one.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh | None = None) -> None:
         self._model: Any = unwrapped(model)
+        self._mesh = mesh
 
     @functools.cached_property
     def per_token(self) -> int:
         return 6 * complete_size(self._model).outside_embeddings if hasattr(self._model, "num_parameters") else 0
 
     def tokens(self, batch: StepBatch, hosted: int = 1) -> float:
-        """The tokens of a step on all ranks, assuming that samples are on average as long as on the first of the
-        `hosted` ranks of this process: the number must not depend on how many it has."""
-        name = getattr(self._model, "main_input_name", "input_ids")
-        own = batch.micro_batches[: len(batch) // hosted]
-        given = ((each.rows, each.inputs.get(name)) for each in own if isinstance(each.inputs, Mapping))
-        made = [(count, each) for count, each in given if isinstance(each, Tensor) and each.dim() and len(each)]
-        rows = sum(count for count, _ in made)
-        counts = [count if rows else len(tensor) for count, tensor in made]  # a rank may have filler alone
-        tokens = sum(count * tensor[0].numel() for count, (_, tensor) in zip(counts, made, strict=True))
-        return tokens * batch.samples / sum(counts) if any(counts) else 0.0
+        """The tokens of a step on all ranks. Collective with a mesh; without, those of the first of the `hosted` ranks
+        of this process count for all, since the number must not depend on how many it has."""
+        if self._mesh is None:
+            batch = replace(batch, micro_batches=batch.micro_batches[: len(batch) // hosted])
+        else:
+            batch = replace(batch, samples=sum(each.rows for each in batch))
+        tokens = sum(each for _, each in step_tokens(batch, getattr(self._model, "main_input_name", "input_ids")))
+        return tokens if self._mesh is None else sum(self._mesh.gather_reported(tokens))
 
 
 INSTANCE = Path("/sys/devices/virtual/dmi/id/product_name")  # on EC2: the instance type
