@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "stepmark"
-CEILING = 63_000
+CEILING = 63_400
 
 
 def lines_of(folder: Path) -> dict[str, int]:

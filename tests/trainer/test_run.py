@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,9 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     found: list[Path] = []
     original = run_module.prepare_output_folder
 
-    def note(folder: Path, host: object) -> None:
+    def note(folder: Path, *args: Any, **options: Any) -> None:
         found.append(folder)
-        original(folder, host)  # type: ignore[arg-type]
+        original(folder, *args, **options)
 
     monkeypatch.setattr(run_module, "prepare_output_folder", note)
     return found

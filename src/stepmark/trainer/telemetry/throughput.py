@@ -94,7 +94,9 @@ def step_tokens(batch: StepBatch, name: str) -> list[tuple[int, float]]:
     fills = not any(each.rows for each, _ in made)  # a rank may have filler alone
     samples = sum(len(tensor) if fills else each.rows for each, tensor in made)
     counted = [(len(tensor) if fills or not each.filled else each.rows, tensor) for each, tensor in made]
-    return [(tensor.shape[-1], tensor[0].numel() * count * batch.samples / samples) for count, tensor in counted]
+    return [
+        (tensor.shape[-1], tensor.numel() // len(tensor) * count * batch.samples / samples) for count, tensor in counted
+    ]
 
 
 def memory_fields(runtime: Runtime) -> dict[str, int]:
