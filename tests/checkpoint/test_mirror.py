@@ -175,6 +175,16 @@ def test_later_checkpoints_that_are_left_are_not_fetched(tmp_path: Path, bucket:
     assert len({each.name.split("/")[1] for each in bucket.objects("checkpoint-2")}) == 4
 
 
+def test_a_checkpoint_that_lacks_a_file_keeps_no_other_back(tmp_path: Path, bucket: Bucket) -> None:
+    save(tmp_path / "run", 1, 2)
+    (tmp_path / "run/checkpoint-1/model.safetensors").unlink()
+    with mirroring(tmp_path / "run", bucket) as mirror:
+        mirror.start()
+        assert mirror.finish(30.0) is None
+        assert "checkpoint-1/model.safetensors" in str(mirror.finish(30.0, saved=1)), "what is saved has to be there"
+    assert BucketPlace(bucket).steps() == [2]
+
+
 def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path, bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path / "run", 1, 2)
     mirrored(tmp_path / "run", bucket)

@@ -71,6 +71,7 @@ class Mirror:
         self._bucket = bucket
         self._keep, self._told, self._freed, self._needs = keep, told, freed, needs
         self._sent: dict[int, _Mark] = {}  # by step, the manifests that are known to be in the bucket
+        self._damaged: dict[int, str] = {}  # by step, why one of them is not there
         self._saved: dict[int, Saved] = {}  # the checkpoints there
         self._seen: dict[str, Other] = {}  # what was beside them at the last upload
         self._pushed = 0.0
@@ -213,7 +214,7 @@ class Mirror:
                     return self._behind()
                 if self._changed.wait(min(POLL, left)) and self._idle > idle:
                     self._wake.set()
-        return None
+        return None if saved is None else self._damaged.get(saved)
 
     def close(self, seconds: float = CLOSING) -> None:
         """Ends the uploads, what is in flight included, and releases the place; waits so long for that."""
@@ -298,13 +299,16 @@ class Mirror:
         try:
             self._push()  # first: a checkpoint has the logs up to its step beside it
             copied = copy_checkpoint(self._source, self._place, step, stop=self._stop, replaces=True)
-        except CheckpointDamaged as error:
-            logger.warning("upload: %s; it is not uploaded", error)
-            self._sent[step] = mark
+        except (CheckpointDamaged, FileNotFoundError) as error:
+            if isinstance(error, FileNotFoundError) and is_address(error.filename):
+                raise
+            self._sent[step], self._damaged[step] = mark, describe_error(error)
+            logger.warning("upload: %s; it is not uploaded", self._damaged[step])
             return
         finally:
             lease.release()
         self._sent[step] = mark
+        self._damaged.pop(step, None)
         self._saved.pop(step, None)
         self._freed()
         self._retain()
