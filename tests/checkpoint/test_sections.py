@@ -806,6 +806,9 @@ def test_a_checkpoint_is_a_step_or_a_path(tmp_path: Path, checkpoint: Any) -> No
         checkpointer.save(1, state)
         checkpointer.wait()
         assert checkpointer.restore(state, np.int64(1)) == 1  # type: ignore[arg-type]
+        assert checkpointer.metadata(np.int64(1)) == {}  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="is neither a step nor a path"):
+            checkpointer.manifest(checkpoint)
         if checkpoint is not None:
             with pytest.raises(UsageError, match="is neither a step nor a path"):
                 checkpointer.restore(state, checkpoint)

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import TrainerCallback
 
@@ -48,45 +49,69 @@ def digest(state: dict[str, Any]) -> str:
     return found.hexdigest()
 
 
-def save(folder: str, machines: list[int], address: str, steps: int) -> dict[str, Any]:
-    """Restores the newest checkpoint, and trains and saves so many more steps."""
+def begin(folder: str, machines: list[int]) -> dict[str, Any]:
+    """Joins the ranks; returns a model and its optimizer."""
     be_on(machines[rank()], Path(folder))
     dcp_programs.join(str(Path(folder).parent))
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-    state: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
+def save(folder: str, machines: list[int], address: str, steps: int, looks: bool = True) -> dict[str, Any]:
+    """Restores the newest checkpoint, and trains and saves so many more steps; `looks` at the newest then."""
+    state = begin(folder, machines)
     told: dict[str, Any] = {}
     with Checkpointer(address, keep_last=2) as checkpointer:
         told["restored"] = first = checkpointer.restore(state)
         told["digest"] = digest(state)
         for step in range((first or 0) + 1, (first or 0) + steps + 1):
             torch.manual_seed(step)
-            model(torch.randn(4, 64)).square().mean().backward()
+            state["model"](torch.randn(4, 64)).square().mean().backward()
             state["optimizer"].step()
             state["optimizer"].zero_grad()
             try:
                 checkpointer.save(step, state, metadata={"step": step}, block=True)
             except CheckpointError as error:
                 told.setdefault("errors", []).append(str(error))
-        newest = checkpointer.latest()
-        assert newest is not None
-        told["newest"] = newest.name
-        told["whole"] = rank() != 0 or what_is_wrong(newest) is None
-        told["metadata"] = checkpointer.metadata(newest) if "errors" not in told else None
+        if looks:
+            newest = checkpointer.latest()
+            assert newest is not None
+            told["newest"] = newest.name
+            told["whole"] = rank() != 0 or what_is_wrong(newest) is None
+            told["metadata"] = checkpointer.metadata(newest) if "errors" not in told else None
     told["saved"] = digest(state)
     told["left"] = sorted(path.parent.name for path in Path(folder).rglob("manifest.json"))
+    told["unfinished"] = sorted(path.name for path in Path(folder).rglob(".checkpoint-*"))
     return told
 
 
+def claim_twice(folder: str, machines: list[int], address: str) -> list[str]:
+    """Claims a folder that is no folder on the second machine, and then is one; the error, and what is beside it."""
+    begin(folder, machines)
+    with Checkpointer(address) as checkpointer:
+        if rank() == 1:
+            checkpointer.folder.parent.mkdir(parents=True)
+            checkpointer.folder.touch()
+        with pytest.raises(CheckpointError) as failed:
+            checkpointer.claim()
+        if rank() == 1:
+            checkpointer.folder.unlink()
+        checkpointer.claim()
+    return [str(failed.value), *(path.name for path in (checkpointer.folder / ".stepmark").glob("*seen*"))]
+
+
 def dcp_step(folder: str, machines: list[int], address: str) -> bool:
-    """Saves twice, and loads."""
+    """Saves twice, and loads; caches have other paths."""
     be_on(machines[rank()], Path(folder))
+    os.environ["STEPMARK_CACHE"] += f"-{machines[rank()]}"
     dcp_programs.join(str(Path(folder).parent))
     state = {"w": torch.arange(1000.0), "v": torch.arange(500.0), "n": 3}
     for _ in range(2):
         dcp.save(state, checkpoint_id=address)
     found = {"w": torch.zeros(1000), "v": torch.zeros(500), "n": 0}
     dcp.load(found, checkpoint_id=address)
+    assert not list(Path(folder).rglob(".*.saving"))
     return bool((found["w"] == state["w"]).all() and (found["v"] == state["v"]).all() and found["n"] == 3)
 
 
@@ -103,6 +128,7 @@ class Adds(TrainerCallback):
 def train(folder: str, machines: list[int], options: dict[str, Any], kill_at: int | None) -> dict[str, Any]:
     """Trains and saves the tiny model; what rank 0 has logged, and checksums of its file and of this rank's part."""
     be_on(machines[rank()], Path(folder))
+    os.environ["STEPMARK_CACHE"] += f"-{machines[rank()]}"
     defaults = {"max_steps": 8, "per_device_train_batch_size": 2, "logging_steps": 1, "learning_rate": 1e-3}
     defaults |= {"disable_tqdm": True, "save_steps": 1, "save_timeout": 60}
     trainer = Trainer(

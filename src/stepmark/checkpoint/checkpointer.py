@@ -25,6 +25,7 @@ from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.coordination.run_ownership import CLAIMING, RunOwnership
 from stepmark.checkpoint.downloads import checkpoint_copy
 from stepmark.checkpoint.format.checkpoint_folders import (
+    LEFT,
     checkpoint_path,
     checkpoints,
     checkpoints_to_restore,
@@ -419,16 +420,18 @@ class Checkpointer:
         step, ownership = step_of(path), self._ownership
         if path.parent != self.folder or step is None or ownership is None or not ownership.is_first:
             return
-        manifest = parse_manifest(data, 1 << 50)  # rank 0 has read it
-        if save_of(path) == manifest.save and not lacks_files(path, manifest):
+        manifest, here = parse_manifest(data, 1 << 50), FolderPlace(self.folder)  # rank 0 has read it
+        if self._group.rank != 0:
+            if path.exists() and save_of(path) != manifest.save:  # of another run, or an earlier attempt
+                logger.warning("%s is in the way, and is now %s", path, here.set_aside(step, LEFT).name)
+            self._downloaded.add(path)  # also one that a run has downloaded which was killed since
+        if path.exists() and not lacks_files(path, manifest):
             return
         place = BucketPlace(Bucket(str(self._place)))
         try:
-            copy_checkpoint(place, FolderPlace(self.folder), step, replaces=True, given=(data, manifest))
+            copy_checkpoint(place, here, step, given=(data, manifest))
         except (CheckpointDamaged, FileNotFoundError) as error:
             logger.warning("%s", describe_error(error))  # so that it is not complete
-        if self._group.rank != 0:
-            self._downloaded.add(path)
 
     def _resolve(self, checkpoint: str | Path | int) -> Path:
         if isinstance(checkpoint, (str, Path)):
@@ -487,8 +490,9 @@ class Checkpointer:
             CheckpointNotFound: The checkpoint does not exist.
             CheckpointDamaged: Its manifest is missing or corrupted.
         """
-        own = self.folder / (f"checkpoint-{checkpoint}" if isinstance(checkpoint, int) else checkpoint)
-        if self.divided_for and own.parent == self.folder and (step := step_of(own)) and not own.is_dir():
+        own = Path(checkpoint if isinstance(checkpoint, (str, Path)) else self.folder / f"checkpoint-{checkpoint}")
+        step = step_of(own) if self.divided_for and own.parent == self.folder else None
+        if step is not None and not own.is_dir():
             with explained(str(self._place)):
                 return manifest_of(BucketPlace(Bucket(str(self._place))), step)[1]
         return read_manifest(self._resolve(checkpoint))

@@ -178,9 +178,10 @@ class _Saver(Checkpointer):
 
     def begin(self, path: Path, address: str | None, state: SavedStateDict) -> Future[Path]:
         """Saves in the background. Raises UsageError where ranks have different paths."""
-        for rank, other in enumerate(self._timed_group.all_gather(str(path), "beginning a save")):
-            if other != str(path):
-                raise UsageError(f"checkpoint_id: {path} on this rank is {other} on rank {rank}; save to one folder")
+        own = address or str(path)
+        for rank, other in enumerate(self._timed_group.all_gather(own, "beginning a save")):
+            if other != own:
+                raise UsageError(f"checkpoint_id: {own} on this rank is {other} on rank {rank}; save to one folder")
         self.folder, self._address = saving_folder(path), address
         self._place = None if address is None else place_of(address)[0].address
         state.compared = self._group.size > 1
@@ -217,11 +218,11 @@ class _Saver(Checkpointer):
 
     def _end(self) -> None:
         """Releases the folder, and removes it; keeps the memory for the next save, and lets updates free the frozen."""
-        owned, memory, self._memory = self._ownership is not None, self._memory, StagingMemory()
+        owned, memory, self._memory = self._ownership and self._ownership.is_first, self._memory, StagingMemory()
         hook, self._hook = self._hook, None
         self.close()
         self._memory, self._hook = memory, hook
-        if owned and self._group.rank == 0:
+        if owned:
             with contextlib.suppress(OSError):  # another process is about to save there
                 files.remove_tree(self.folder)
 

@@ -16,7 +16,7 @@ from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_l
 from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.checkpoint.restore.restore import Restored
 from stepmark.data.data_description import data_difference
-from stepmark.errors import CheckpointDamaged, CheckpointMismatch, StepmarkError, UsageError
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, StepmarkError, UsageError
 from stepmark.launch.threads import THREADS, given_threads
 from stepmark.liveness.host_group import HostGroup
 from stepmark.model_folder.consolidate import EVALUATION
@@ -25,7 +25,7 @@ from stepmark.sharding.logical_ranks import FIELD
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.components import TrainingComponents
 from stepmark.trainer.run_folder.log_history import read_state
-from stepmark.trainer.run_folder.output_folder import check_named_checkpoint
+from stepmark.trainer.run_folder.output_folder import check_named_checkpoint, on_rank_0
 from stepmark.trainer.run_folder.run_identity import check_same_run
 from stepmark.trainer.run_folder.run_log import TRAINER_STATE
 
@@ -54,8 +54,7 @@ def restore_run(
     if checkpoint is None and not host.broadcast(bool(checkpoints(folder))):
         return None
     if checkpoint is not None:
-        checkpoint = resolve_link(checkpoint)
-        check_named_checkpoint(checkpoint)
+        checkpoint = _named(resolve_link(checkpoint), checkpointer, host)
     parts.optimizer.ensure_state()
 
     def accept(path: Path, manifest: Manifest) -> None:
@@ -105,6 +104,19 @@ def restore_run(
         _warn_of_another_batch(saved.get("samples_per_step"), parts)
         _tell_of_another_attention(saved.get(EVALUATION) or {}, parts, callbacks, step)
     return restored
+
+
+def _named(checkpoint: Path, checkpointer: Checkpointer, host: HostGroup) -> Path:
+    """The path on this rank of the checkpoint that is named. One of the run's own may be in rank 0's folder alone."""
+    folder = checkpointer.folder
+
+    def look() -> str | None:
+        check_named_checkpoint(checkpoint)
+        own = checkpointer.divided_for is not None and checkpoint.resolve().parent == folder.resolve()
+        return checkpoint.name if own else None
+
+    name = on_rank_0(host, look, lambda error: error, CheckpointNotFound)
+    return checkpoint if name is None else folder / name
 
 
 def keep_logical_ranks(
@@ -174,8 +186,8 @@ def locate_best(state: TrainerState, folder: Path, host: HostGroup, otherwise: s
     if saved is None:
         return
     candidates = [folder / Path(saved).name, Path(saved)]
-    found = host.broadcast(next((str(path) for path in candidates if (path / MANIFEST).is_file()), None))
-    state.best_model_checkpoint = found
+    found = host.broadcast(next((place for place in (0, 1) if (candidates[place] / MANIFEST).is_file()), None))
+    state.best_model_checkpoint = None if found is None else str(candidates[found])
     if found is None:
         state.best_metric = state.best_global_step = None
         if host.rank == 0:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.places import verify_there
 from stepmark.filesystem.objects import Bucket
 from tests.support import machine_programs
@@ -39,8 +41,12 @@ class Cluster:
         given = str(self.here), machines, *arguments
         return self._ranks.run(program, *given, nproc=len(machines), environment=self._variables)
 
+    def on(self, machine: int) -> Path:
+        """What a machine sees as `here`."""
+        return self._folder / f"machine-{machine}"
+
     def lose(self, machine: int) -> None:
-        shutil.rmtree(self._folder / f"machine-{machine}")
+        shutil.rmtree(self.on(machine))
 
     def saves(self) -> dict[str, set[str]]:
         """By checkpoint, what is there: the manifest, and folders of saves."""
@@ -99,6 +105,7 @@ def test_a_part_that_cannot_be_uploaded_is_named_and_the_checkpoint_before_stand
         assert ("rank 1: " in error) is (rank == 0)
         assert "403" in error or "permission" in error.lower() or "refuse" in error
         assert each["newest"] == "checkpoint-3"
+        assert each["unfinished"] == [], "a disk that was full would stay so"
     assert sorted(cluster.saves()) == ["checkpoint-1", "checkpoint-3"]
     assert [report.faults for report in verify_there(cluster.address)] == [(), ()]
 
@@ -133,6 +140,59 @@ def test_any_request_may_fail(fault: str | int, cluster: Cluster, store: Proxy) 
     goes_on = cluster.run(machine_programs.save, [2, 0], cluster.address, 1).check()
     assert [(each["restored"], each["digest"]) for each in goes_on] == [(3, told[0]["saved"])] * 2
     assert all(len(inside) == 2 for inside in cluster.saves().values()), "nothing is left of what failed"
+
+
+def test_a_checkpoint_whose_parts_are_gone_is_set_aside(cluster: Cluster, store: Proxy) -> None:
+    """Another run has deleted there what the second machine had written; the first has the manifest."""
+    store.fault = lambda _, sent: 403 if sent[0] == "PUT" and "checkpoint-2/manifest" in sent[1] else None
+    cluster.run(machine_programs.save, [0, 1], cluster.address, 2, False).check()
+    store.fault = lambda *_: None
+    bucket = Bucket(cluster.address)
+    bucket.delete([each.name for each in bucket.objects("checkpoint-2")])
+    told = cluster.run(machine_programs.save, [0, 1], cluster.address, 2).check()
+    assert [(each["restored"], each["newest"]) for each in told] == [(1, "checkpoint-3")] * 2
+    assert [report.faults for report in verify_there(cluster.address)] == [(), ()]
+
+
+@pytest.mark.parametrize("whose", ["another run's", "its own"])
+def test_a_checkpoint_in_the_folder_of_the_second_machine(whose: str, cluster: Cluster) -> None:
+    """It is kept if it is another run's, and else deleted as what a run has downloaded that was killed since."""
+    cluster.run(machine_programs.save, [0, 1], cluster.address, 1).check()
+    (path,) = cluster.on(0).rglob("checkpoint-1")
+    there = cluster.on(1) / path.relative_to(cluster.on(0))
+    if whose == "its own":
+        shutil.copytree(path, there)
+    else:
+        with Checkpointer(there.parent) as checkpointer:
+            checkpointer.save(1, {"w": torch.ones(3)}, block=True)
+        kept = (there / "manifest.json").read_bytes()
+    told = cluster.run(machine_programs.save, [0, 1], cluster.address, 1).check()
+    assert {(each["restored"], each["newest"]) for each in told} == {(1, "checkpoint-2")}
+    assert told[1]["left"] == ([] if whose == "its own" else ["left-checkpoint-1"])
+    assert whose == "its own" or (there.with_name("left-checkpoint-1") / "manifest.json").read_bytes() == kept
+
+
+def test_a_folder_that_cannot_be_claimed_on_one_machine_is_free_afterwards(cluster: Cluster) -> None:
+    for error, *beside in cluster.run(machine_programs.claim_twice, [0, 1], cluster.address).check():
+        assert error.startswith("rank 1: checkpoints cannot be written to ")
+        assert beside == []
+    cluster.on(1).joinpath("run").touch()
+    options = {"output_dir": str(cluster.here / "run"), "mirror_to": cluster.address}
+    failed = cluster.run(machine_programs.train, [0, 1], options, None)
+    assert failed.codes == [1, 1]
+    assert all("rank 1: checkpoints cannot be written to " in log for log in failed.logs)
+
+
+def test_a_run_goes_back_to_a_checkpoint_that_one_machine_has(cluster: Cluster) -> None:
+    train, run = machine_programs.train, cluster.here / "run"
+    options = {"output_dir": str(run), "mirror_to": cluster.address, "zero_1": True, "max_steps": 4}
+    first = cluster.run(train, [0, 1], options, None).check()
+    options["resume_from_checkpoint"] = str(run / "checkpoint-2")
+    again = cluster.run(train, [0, 1], options, None).check()
+    assert again[0].pop("resumed")
+    assert first[0].pop("resumed") == []
+    assert again == first
+    assert all(report.faults == () for report in verify_there(cluster.address))
 
 
 def test_a_state_dict_is_saved_from_machines_with_caches_of_their_own(cluster: Cluster) -> None:

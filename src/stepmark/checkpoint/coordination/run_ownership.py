@@ -54,14 +54,19 @@ class RunOwnership:
 
         identity = meeting.ask_first(claim, f"claiming {folder}", max(timeout, CLAIMING))
         rank, what = meeting.rank, f"claiming {folder}"
-        sees = patience is None or own is not None or files.appears(folder / COORDINATION / identity, patience)
-        places = meeting.all_gather([boot_id(), sees], what)
         folders, name = [0] * meeting.size, identity
-        if not all(seen for _, seen in places):
-            folders = _folders(folder, identity, meeting)
-            claims = meeting.all_gather(_attempt(lambda: claim() if 0 < folders[rank] == rank else identity), what)
-            _raise_first(claims)
-            name, _ = claims[folders[rank]]
+        try:
+            sees = patience is None or own is not None or files.appears(folder / COORDINATION / identity, patience)
+            places = meeting.all_gather([boot_id(), sees], what)
+            if not all(seen for _, seen in places):
+                folders = _folders(folder, identity, meeting)
+                claims = meeting.all_gather(_attempt(lambda: claim() if 0 < folders[rank] == rank else identity), what)
+                _raise_first(claims)
+                name, _ = claims[folders[rank]]
+        except BaseException:
+            if own is not None:
+                own.release(entire=True)
+            raise
         known = [(machine, folders[other]) for other, (machine, _) in enumerate(places)]
         nodes = [known.index(each) for each in known]
         if own is None:
@@ -101,11 +106,14 @@ def _folders(folder: Path, run: str, meeting: TimedGroup) -> list[int]:
         files.make_own_folder(mark.parent)
         files.write_file(mark, b"", durable=False)
 
-    _raise_first(meeting.all_gather(_attempt(make), f"claiming {folder}"))
-    seen = [int(each.suffix[1:]) for each in mark.parent.glob(f".{run}.seen-by.*")]
-    found: list[int] = meeting.all_gather(min(seen), f"claiming {folder}")
-    files.remove_file(mark)
-    return found
+    try:
+        _raise_first(meeting.all_gather(_attempt(make), f"claiming {folder}"))
+        seen = [int(each.suffix[1:]) for each in mark.parent.glob(f".{run}.seen-by.*")]
+        found: list[int] = meeting.all_gather(min(seen), f"claiming {folder}")
+        return found
+    finally:
+        if mark.parent.is_dir():
+            files.remove_file(mark)
 
 
 def _attempt(work: Callable[[], Any]) -> list[Any]:

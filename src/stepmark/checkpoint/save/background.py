@@ -33,7 +33,7 @@ class Background:
         self._cleaner = cleaner
         self._in_progress: SaveHandle | None = None
         self._aftermaths: list[SaveHandle] = []  # deletions of old checkpoints whose outcome was not reported yet
-        self._left: set[Path] = set()  # temporary folders of failed saves, on rank 0
+        self._left: set[Path] = set()  # temporary folders of failed saves, on the first rank that sees them
         self._threads: list[threading.Thread] = []
 
     def begin(self, writer: SaveWriter, memory: memoryview, readers: set[SaveHandle]) -> None:
@@ -77,8 +77,8 @@ class Background:
         return not any(thread.is_alive() for thread in self._threads)
 
     def tidy(self) -> None:
-        """Removes what failed saves left, on rank 0, once all ranks have started another one, so that a full disk does
-        not stay full. It does not wait for all ranks to report completion, since a full disk prevents that."""
+        """Removes what failed saves left in this rank's folder, once all ranks have started another one, so that a full
+        disk does not stay full. It does not wait for all ranks to report completion, since a full disk prevents that."""
         for temporary in list(self._left):
             self._discard(temporary)
 
@@ -119,6 +119,8 @@ class Background:
         except BaseException as error:
             writer.operation.fail_behind(error)
             readers.discard(handle)
+            if writer.division is not None:  # rank 0 may see another folder than this one
+                self._left.add(writer.temporary)
         else:
             readers.discard(handle)
             handle.succeed(path, size)

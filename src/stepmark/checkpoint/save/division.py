@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepmark.checkpoint.format.checkpoint_folders import remove_temporary
+from stepmark.checkpoint.format.checkpoint_folders import delete, remove_temporary
 from stepmark.checkpoint.format.manifest import FileEntry, Manifest
 from stepmark.checkpoint.save.plan import PlannedFile, SavePlan
-from stepmark.filesystem import files
+from stepmark.liveness.failure_report import describe_error
+
+logger = logging.getLogger("stepmark")
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,11 @@ class Division:
         return {self.folders[file.finalizer] for file in plan.files} - {0}
 
     def clear(self, temporary: Path) -> None:
-        """Removes what the bucket has by now, and what was downloaded."""
-        remove_temporary(temporary)
-        for path in self.downloaded:
-            files.remove_tree(path)
-        self.downloaded.clear()
+        """Removes what the bucket has by now, and what was downloaded, as far as possible."""
+        try:
+            remove_temporary(temporary)
+            while self.downloaded:
+                if (path := self.downloaded.pop()).exists():
+                    delete(path, temporary.name.rpartition(".")[2], unless=lambda: False)
+        except OSError as error:  # the save is complete nevertheless
+            logger.warning("cannot remove what the bucket has: %s", describe_error(error))

@@ -142,7 +142,8 @@ def prepare_output_folder(folder: Path, host: HostGroup, *, shared: bool = True)
             "output_dir has to be one folder that all ranks share, unless the run has a bucket (mirror_to)"
         )
     if host.rank in blind:
-        files.make_folder(folder)
+        with contextlib.suppress(OSError):  # else claiming it tells all ranks
+            files.make_folder(folder)
 
 
 def _check_records(folder: Path) -> None:
