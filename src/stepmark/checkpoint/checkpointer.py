@@ -9,7 +9,7 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -33,7 +33,7 @@ from stepmark.checkpoint.format.checkpoint_folders import (
     step_of,
     temporary_path,
 )
-from stepmark.checkpoint.format.integrity import lacks_files, what_is_wrong
+from stepmark.checkpoint.format.integrity import check_size, what_is_wrong
 from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, parse_manifest, read_manifest, save_of
 from stepmark.checkpoint.host_memory import StagingMemory, free_host_memory, shortage
 from stepmark.checkpoint.mirror import Mirror
@@ -297,6 +297,8 @@ class Checkpointer:
         if not copies.left:
             operation.leave()  # else once they have been made
         kinds = {name: section["kind"] for name, section in values.items()}
+        division = Division(ownership.folders, partial(upload, str(self._place)), self._downloaded)
+        uploads = self._address is not None or (self._mirror is not None and ownership.divided)
         writer = SaveWriter(
             operation=operation,
             rank=self._group.rank,
@@ -312,14 +314,11 @@ class Checkpointer:
                 manifest=replace(request.manifest, world_size=self._group.size, mesh=self._mesh, sections=kinds),
                 lost=ownership.claim.lost,
                 clock=self._timestamps,
-                upload=partial(self._upload, request.manifest.step) if self._uploads else None,
+                upload=partial(self._upload, request.manifest.step) if uploads else None,
             ),
-            division=self._division(ownership.folders) if ownership.divided else None,
+            division=division if ownership.divided else None,
         )
         return writer, memory.numpy().data
-
-    def _division(self, folders: list[int]) -> Division:
-        return Division(folders, partial(upload, str(self._place)), self._downloaded)
 
     def _before_update(self, *_: Any) -> None:
         """Before any optimizer's step: what it would write has been copied."""
@@ -418,18 +417,19 @@ class Checkpointer:
         """Downloads what this rank's folder lacks of the run's checkpoint with this manifest, if this is the first rank
         that sees the folder."""
         step, ownership = step_of(path), self._ownership
-        if path.parent != self.folder or step is None or ownership is None or not ownership.is_first:
+        if path.absolute().parent != self.folder or step is None or ownership is None or not ownership.is_first:
             return
         manifest, here = parse_manifest(data, 1 << 50), FolderPlace(self.folder)  # rank 0 has read it
         if self._group.rank != 0:
             if path.exists() and save_of(path) != manifest.save:  # of another run, or an earlier attempt
                 logger.warning("%s is in the way, and is now %s", path, here.set_aside(step, LEFT).name)
             self._downloaded.add(path)  # also one that a run has downloaded which was killed since
-        if path.exists() and not lacks_files(path, manifest):
+        with suppress(CheckpointDamaged):
+            for entry in manifest.files:
+                check_size(path, entry)
             return
-        place = BucketPlace(Bucket(str(self._place)))
         try:
-            copy_checkpoint(place, here, step, given=(data, manifest))
+            copy_checkpoint(BucketPlace(Bucket(str(self._place))), here, step, given=(data, manifest))
         except (CheckpointDamaged, FileNotFoundError) as error:
             logger.warning("%s", describe_error(error))  # so that it is not complete
 
@@ -445,7 +445,7 @@ class Checkpointer:
                 raise UsageError(f"checkpoint: {checkpoint!r} is neither a step nor a path") from None
             if self._address is not None and (self.divided_for or not path.is_dir()):  # only there
                 path = checkpoint_copy(f"{self._address}/{path.name}")
-        if not path.is_dir() and not (path.parent == self.folder and self._ownership and self._ownership.divided):
+        if not path.is_dir() and not (self.divided_for and path.absolute().parent == self.folder):
             raise CheckpointNotFound(f"there is no checkpoint {path}")
         if not (path / MANIFEST).exists() and (found := checkpoints(path)):
             raise CheckpointNotFound(f"{path} is a run's folder; name a checkpoint in it, such as {found[0].name}")
@@ -491,8 +491,7 @@ class Checkpointer:
             CheckpointDamaged: Its manifest is missing or corrupted.
         """
         own = Path(checkpoint if isinstance(checkpoint, (str, Path)) else self.folder / f"checkpoint-{checkpoint}")
-        step = step_of(own) if self.divided_for and own.parent == self.folder else None
-        if step is not None and not own.is_dir():
+        if self.divided_for and own.parent == self.folder and not own.is_dir() and (step := step_of(own)) is not None:
             with explained(str(self._place)):
                 return manifest_of(BucketPlace(Bucket(str(self._place))), step)[1]
         return read_manifest(self._resolve(checkpoint))
@@ -573,11 +572,6 @@ class Checkpointer:
             self._mirror.open()
             self._mirror.fetch()
             self._mirror.start()
-
-    @property
-    def _uploads(self) -> bool:
-        """Whether a checkpoint counts once it is in the bucket."""
-        return self._address is not None or (self._mirror is not None and self.divided_for is not None)
 
     def _upload(self, step: int) -> None:
         """On rank 0, at an address: returns once what is committed in the folder is there too."""

@@ -190,11 +190,9 @@ class Mirror:
         try:
             yield
         finally:
+            if self.divided_for is not None:
+                self._sent.pop(max(self._sent, default=-1), None)
             self._free.set()
-
-    def look_again(self, step: int) -> None:
-        """Uploads files that a checkpoint has got since it was uploaded."""
-        self._sent.pop(step, None)
 
     def check(self) -> None:
         """Raises CheckpointBusy where another run has taken the place over. It does not wait."""

@@ -563,10 +563,9 @@ def write_all(
 
 def upload(address: str, folder: Path, manifest: Manifest, entries: Sequence[FileEntry]) -> None:
     """Uploads files of a checkpoint that is not complete yet, verified on the way."""
-    streams = {}
-    for entry in entries:
-        path = folder / entry.name
-        streams[entry.name] = checked(file_blocks(path), manifest, entry, str(path))
+    streams = {
+        each.name: checked(file_blocks(path := folder / each.name), manifest, each, str(path)) for each in entries
+    }
     write_all(BucketPlace(Bucket(address)), manifest, streams)
 
 

@@ -41,7 +41,7 @@ def check_early(recipe: Recipe) -> None:
     args = recipe.training
     resume = args.resume_from_checkpoint
     check_no_earlier_run(Path(args.output_dir), args, resumes=bool(resume))
-    if isinstance(resume, str) and not is_address(resume):
+    if isinstance(resume, str) and not is_address(resume) and args.mirror_to is None:  # else one machine may have it
         check_named_checkpoint(Path(resume))
     if recipe.model.model_name_or_path is not None and not is_address(recipe.model.model_name_or_path):
         check_model_folder(recipe.model.model_name_or_path)

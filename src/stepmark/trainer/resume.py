@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ def restore_run(
     if checkpoint is None and not host.broadcast(bool(checkpoints(folder))):
         return None
     if checkpoint is not None:
-        checkpoint = _named(resolve_link(checkpoint), checkpointer, host)
+        checkpoint = resolve_link(checkpoint)
+        look = partial(check_named_checkpoint, checkpoint)  # one machine alone may have it, or the link
+        checkpoint = checkpoint.with_name(on_rank_0(host, look, lambda error: error, CheckpointNotFound))
     parts.optimizer.ensure_state()
 
     def accept(path: Path, manifest: Manifest) -> None:
@@ -104,19 +107,6 @@ def restore_run(
         _warn_of_another_batch(saved.get("samples_per_step"), parts)
         _tell_of_another_attention(saved.get(EVALUATION) or {}, parts, callbacks, step)
     return restored
-
-
-def _named(checkpoint: Path, checkpointer: Checkpointer, host: HostGroup) -> Path:
-    """The path on this rank of the checkpoint that is named. One of the run's own may be in rank 0's folder alone."""
-    folder = checkpointer.folder
-
-    def look() -> str | None:
-        check_named_checkpoint(checkpoint)
-        own = checkpointer.divided_for is not None and checkpoint.resolve().parent == folder.resolve()
-        return checkpoint.name if own else None
-
-    name = on_rank_0(host, look, lambda error: error, CheckpointNotFound)
-    return checkpoint if name is None else folder / name
 
 
 def keep_logical_ranks(

@@ -682,8 +682,6 @@ class TrainingLoop:
                 self._checkpointer.complete(self._step)  # a callback may read the checkpoint, or add files to it
             with self._user_changes.watching(WRITTEN, settings=True) if heard else contextlib.nullcontext():
                 self._callbacks.event("on_save")
-            if heard:
-                self._mirror.look_again(self._step)
             self._user_changes.check()
 
     def _begin_save(self) -> None:

@@ -106,14 +106,12 @@ def _folders(folder: Path, run: str, meeting: TimedGroup) -> list[int]:
         files.make_own_folder(mark.parent)
         files.write_file(mark, b"", durable=False)
 
-    try:
-        _raise_first(meeting.all_gather(_attempt(make), f"claiming {folder}"))
-        seen = [int(each.suffix[1:]) for each in mark.parent.glob(f".{run}.seen-by.*")]
-        found: list[int] = meeting.all_gather(min(seen), f"claiming {folder}")
-        return found
-    finally:
-        if mark.parent.is_dir():
-            files.remove_file(mark)
+    made = meeting.all_gather(_attempt(make), f"claiming {folder}")
+    seen = [int(each.suffix[1:]) for each in mark.parent.glob(f".{run}.seen-by.*")]
+    found: list[int] = meeting.all_gather(min(seen, default=0), f"claiming {folder}")
+    _attempt(lambda: files.remove_file(mark))
+    _raise_first(made)
+    return found
 
 
 def _attempt(work: Callable[[], Any]) -> list[Any]:

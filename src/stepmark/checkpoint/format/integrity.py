@@ -51,16 +51,6 @@ def what_is_wrong(folder: Path) -> str | None:
     return None
 
 
-def lacks_files(folder: Path, manifest: Manifest) -> bool:
-    """Whether a file is missing, or has another size."""
-    try:
-        for entry in manifest.files:
-            check_size(folder, entry)
-    except CheckpointDamaged:
-        return True
-    return False
-
-
 def check_name(folder: Path, manifest: Manifest) -> None:
     """Raises CheckpointDamaged where a folder with a checkpoint's name holds another step: a copy under that name."""
     step = step_of(folder)

@@ -77,8 +77,8 @@ class Background:
         return not any(thread.is_alive() for thread in self._threads)
 
     def tidy(self) -> None:
-        """Removes what failed saves left in this rank's folder, once all ranks have started another one, so that a full
-        disk does not stay full. It does not wait for all ranks to report completion, since a full disk prevents that."""
+        """Removes what failed saves left in this folder, once all ranks have started another one, so that a full disk
+        does not stay full. It does not wait for all ranks to report completion, since a full disk prevents that."""
         for temporary in list(self._left):
             self._discard(temporary)
 

@@ -57,7 +57,7 @@ class SaveWriter:
         self.copies.run(memory, self.threads)  # first: the next update must not wait for a file system
         self._finalize_files(self._write(memory))
         if self.division is not None and self.rank in self.division.senders(self.plan):
-            self._upload()
+            self._upload(self.division)
         committed = self._commit()
         if self.division is not None and 0 < self.division.folders[self.rank] == self.rank:
             self.division.clear(self.temporary)
@@ -87,14 +87,12 @@ class SaveWriter:
             headers[index] = bytes_checksum(header)
         self.operation.board.post("finalized", headers)
 
-    def _upload(self) -> None:
-        assert self.division is not None
+    def _upload(self, division: Division) -> None:
         self.operation.enter("uploading")
-        own = self.division.files_of(self.plan, self.rank)
-        posts = self.operation.wait("finalized", {file.finalizer for file in own.values()})
-        headers = _headers(posts)
+        own = division.files_of(self.plan, self.rank)
+        headers = _headers(self.operation.wait("finalized", {file.finalizer for file in own.values()}))
         entries = [file.entry(headers[index]) for index, file in own.items()]
-        self.division.upload(self.temporary, self.commit.manifest, entries)
+        division.upload(self.temporary, self.commit.manifest, entries)
         self.operation.board.post("uploaded")
 
     def _commit(self) -> tuple[Path, int | None]:

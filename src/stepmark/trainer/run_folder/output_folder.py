@@ -85,8 +85,8 @@ def check_no_earlier_run(folder: Path, args: TrainingFields, *, resumes: bool) -
         )
 
 
-def check_named_checkpoint(checkpoint: Path) -> None:
-    """Raises CheckpointNotFound where the path given as `resume_from_checkpoint` is not a checkpoint."""
+def check_named_checkpoint(checkpoint: Path) -> str:
+    """The name of the path given as `resume_from_checkpoint`. Raises CheckpointNotFound where it is no checkpoint."""
     advice = "name a checkpoint-N folder, or true for the newest"
     if not checkpoint.exists():
         raise CheckpointNotFound(f"resume_from_checkpoint: there is no {checkpoint}; {advice}")
@@ -98,6 +98,7 @@ def check_named_checkpoint(checkpoint: Path) -> None:
             )
         why = f"resume_from_checkpoint: {checkpoint} is not a Stepmark checkpoint: it has no {MANIFEST}; {hint}"
         raise CheckpointNotFound(why)
+    return checkpoint.name
 
 
 # Preparing the folder

@@ -132,11 +132,6 @@ class RunMirror:
         """As `Mirror.holding`."""
         return nullcontext() if self._mirror is None else self._mirror.holding()
 
-    def look_again(self, step: int) -> None:
-        """As `Mirror.look_again`."""
-        if self._mirror is not None:
-            self._mirror.look_again(step)
-
     def check(self) -> None:
         """Raises CheckpointBusy, on rank 0, where another run has taken the place over."""
         if self._mirror is not None:
