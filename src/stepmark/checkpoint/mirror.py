@@ -191,7 +191,7 @@ class Mirror:
             yield
         finally:
             if self.divided_for is not None:
-                self._sent.pop(max(self._sent, default=-1), None)
+                self._sent.pop(max(list(self._sent), default=-1), None)  # a copy: uploads add to it meanwhile
             self._free.set()
 
     def check(self) -> None:
