@@ -576,3 +576,17 @@ def test_what_other_machines_upload_of_a_save_stays(tmp_path: Path, bucket: Buck
         mirror.start()
         assert mirror.finish() is None
     assert [each.name for each in bucket.objects("checkpoint-2")] == [under_way]
+
+
+def test_a_machine_that_has_an_older_part_of_the_logs_gets_the_rest(tmp_path: Path, bucket: Bucket) -> None:
+    """It was the first once, and has downloaded the newest checkpoint as another since."""
+    save(tmp_path / "run", 1, 2)
+    mirrored(tmp_path / "run", bucket)
+    shutil.copytree(tmp_path / "run", tmp_path / "other", symlinks=True)
+    logs = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    (tmp_path / "other" / "metrics.jsonl").write_bytes(logs[: len(logs) // 2])
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(logs + b'{"step": 3}\n')
+    assert not fetched(tmp_path / "other", bucket)
+    assert not fetched(tmp_path / "run", bucket)
+    assert (tmp_path / "other" / "metrics.jsonl").read_bytes() == logs
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == logs + b'{"step": 3}\n', "what follows is kept"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +127,25 @@ class Adds(TrainerCallback):
             (path / "added.txt").write_text(str(state.global_step))
 
 
-def train(folder: str, machines: list[int], options: dict[str, Any], kill_at: int | None) -> dict[str, Any]:
-    """Trains and saves the tiny model; what rank 0 has logged, and checksums of its file and of this rank's part."""
+class KillLater(TrainerCallback):
+    """Ends the process with SIGKILL so many seconds after its first step."""
+
+    def __init__(self, seconds: float) -> None:
+        self.timer: threading.Timer | None = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.timer is not None:
+            self.timer.daemon = True
+            self.timer.start()
+            self.timer = None
+
+
+def train(
+    folder: str, machines: list[int], options: dict[str, Any], kill_at: int | None, kill_later: Any = None
+) -> dict[str, Any]:
+    """Trains and saves the tiny model; what rank 0 has logged, and checksums of its file and of this rank's part. Ranks
+    are killed in the step `kill_at`, or the seconds in `kill_later` after their first one; then no callback waits for
+    saves."""
     be_on(machines[rank()], Path(folder))
     os.environ["STEPMARK_CACHE"] += f"-{machines[rank()]}"
     defaults = {"max_steps": 8, "per_device_train_batch_size": 2, "logging_steps": 1, "learning_rate": 1e-3}
@@ -136,7 +155,11 @@ def train(folder: str, machines: list[int], options: dict[str, Any], kill_at: in
         TrainingArguments(**{**defaults, **options}),
         train_dataset=programs.Blocks(30, ragged=True),
         eval_dataset=programs.Blocks(7, seed=1),
-        callbacks=[Adds(), *([] if kill_at is None else [programs.KillAt(kill_at, None)])],
+        callbacks=[
+            *([] if kill_later is None or kill_later[rank()] is None else [KillLater(kill_later[rank()])]),
+            *([] if kill_at is None else [programs.KillAt(kill_at, None)]),
+            *([Adds()] if kill_later is None else []),
+        ],
     )
     trainer.train()
     logged = programs.logged(Path(trainer.args.output_dir)) if rank() == 0 else {}

@@ -139,11 +139,14 @@ class Mirror:
         return found
 
     def _fetch_lost(self, there: list[int], own: list[int]) -> None:
-        """What the newest checkpoint in the folder needs, and logs, that are only there."""
+        """What the newest checkpoint in the folder needs, and logs, that are only there, or longer: another machine may
+        have gone on with the run."""
         self._fetch_older(self._needs(checkpoint_path(self.folder, own[0])).intersection(there).difference(own))
-        if lost := {name for name in ("metrics.jsonl", "events.jsonl") if not (self.folder / name).exists()}:
-            logs = {name: each for name, each in self._place.own_others().items() if name in lost}
-            copy_others(self._place, self._source, logs, unless_there=False)
+        there_too, lost = self._place.own_others(), {}
+        for name in there_too.keys() & {"metrics.jsonl", "events.jsonl"}:
+            if there_too[name].size > (files.regular_file_size(self.folder / name) or 0):
+                lost[name] = there_too[name]
+        copy_others(self._place, self._source, lost, unless_there=False)
 
     def _fetch_older(self, steps: set[int]) -> None:
         for step in steps:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +217,42 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "save_total_limit": 1,
     },
 }
+
+
+@pytest.mark.prove
+def test_runs_that_are_killed_over_and_over(cluster: Cluster, record_property: Callable[[str, object], None]) -> None:
+    """At random, both ranks or one, while parts of checkpoints are uploaded; half of the times a machine is lost with
+    its folder, or the two are exchanged."""
+    chance, train, killed = random.Random(7), machine_programs.train, Counter[str]()
+    options = {"zero_1": True, "save_steps": 2, "save_total_limit": 2, "max_steps": 60, "eval_strategy": "steps"}
+    options |= {"eval_steps": 20, "resume_from_checkpoint": True, "save_timeout": 30}
+    none = [None, None]
+    for run in range(2):
+        alone = {**options, "output_dir": str(cluster.here / f"whole-{run}"), "seed": run}
+        whole = cluster.run(train, [99, 99], alone, None, none).check()
+        there = {**options, "output_dir": f"{cluster.address}-{run}", "seed": run}
+        machines = [100 * run, 100 * run + 1]
+        for attempt in range(10):
+            victim, seconds = chance.choice(["rank 0", "rank 1", "both ranks"]), chance.uniform(0, 4)
+            later = [seconds if victim in (f"rank {rank}", "both ranks") else None for rank in range(2)]
+            codes = cluster.run(train, machines, there, None, later).codes
+            if codes == [0, 0]:
+                break
+            assert -9 in codes
+            killed[victim] += 1
+            if chance.random() < 0.25:
+                machines.reverse()
+            elif chance.random() < 1 / 3:
+                lost = chance.randrange(2)
+                cluster.lose(machines[lost])
+                machines[lost] = 100 * run + 10 + attempt
+        told = cluster.run(train, machines, there, None, none).check()
+        whole[0].pop("resumed")
+        told[0].pop("resumed")
+        assert told == whole, run
+        assert all(report.faults == () for report in verify_there(f"{cluster.address}-{run}"))
+    for name, times in killed.items():
+        record_property(f"kills of {name}", times)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
