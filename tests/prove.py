@@ -41,6 +41,7 @@ PACKAGES = {
     "system/fault": "checkpoint filesystem launch liveness trainer",
     "system/hostile": "checkpoint cli filesystem interchange launch liveness trainer watcher",
     "system/parity": "parallel runtime sharding training",
+    "system/distributed/test_machines": "checkpoint filesystem launch liveness trainer",
     "system/distributed/test_sharded_loading": "model_folder parallel sharding",
     "system/parity/test_chat_model": "data training",
     "system/parity/test_hooks": "parallel runtime sharding trainer training",
