@@ -157,3 +157,17 @@ def test_a_store_that_is_gone_is_an_error_of_the_system(monkeypatch: pytest.Monk
     boards[0]._store = Gone()  # type: ignore[assignment]
     with pytest.raises(ConnectionResetError, match="the ranks' store does not answer"):
         boards[0].wait("written", [1], running_time() + 60)
+
+
+def test_a_post_is_larger_than_a_message_of_torchs_store_may_be() -> None:
+    """Of 100 GB that a rank writes into files which another one completes, the checksums are."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    boards = [StoreBoard(Path("/run/save"), rank, Store(rank, store)) for rank in range(2)]
+    sent = [["model", number, "0123456789abcdef" * 2] for number in range(300_000)]
+    boards[1].post("written", sent)
+    assert boards[0].wait("written", [1], running_time() + 60) == {1: sent}
+    boards[1].post("finalized", {})
+    assert boards[0].wait("finalized", [1], running_time() + 60) == {1: {}}
+    boards[1].leave()
+    assert not boards[0].has("written", 1)
+    assert store.num_keys() == 2, "that it has left, and one of torch's own"

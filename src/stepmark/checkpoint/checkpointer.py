@@ -408,10 +408,11 @@ class Checkpointer:
 
     def complete(self, step: int) -> None:
         """Downloads what the folder of rank 0 lacks of this step's checkpoint, since other machines have uploaded what
-        they wrote."""
+        they wrote. Raises CheckpointError where the bucket cannot be read."""
         path = checkpoint_path(self.folder, step)
         if self._place is not None and self._group.rank == 0 and (path / MANIFEST).exists():
-            self._complete(path, read_file(path / MANIFEST))
+            with explained(self._place):
+                self._complete(path, read_file(path / MANIFEST))
 
     def _complete(self, path: Path, data: bytes) -> None:
         """Downloads what this rank's folder lacks of the run's checkpoint with this manifest, if this is the first rank

@@ -39,6 +39,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.1  # seconds
 _POST_EVERY = 1.0  # seconds; a change in the folder also makes network file systems refresh their caches
 _SILENT = 3.0  # seconds without a post after which an error says so
 _PATIENCE = 1.0  # seconds for which posting may delay a phase
+_PART = 4 << 20  # bytes of a post in one message; torch's store drops the connection at one of more than 8 MiB
 _FEW = 4  # up to this number, posts are looked up one by one; otherwise, and once per second, the folder is listed
 
 
@@ -246,16 +247,23 @@ class StoreBoard(StatusBoard):
             self._delete(self._own if self.rank else [])  # others may not have read yet what rank 0 has posted
 
     def _put(self, name: str, data: bytes) -> None:
+        """In parts, of which the first is put last, and says how many there are."""
         self._count += 1  # so that a phase that is posted again is another post
+        parts = [data[begin : begin + _PART] for begin in range(0, len(data), _PART)]
+        names = [name, *(f"{name}/{number}" for number in range(1, len(parts)))]
+        parts[0] = b"%d %d " % (self._count, len(parts)) + parts[0]
         with _answering():
-            self._store.set(name, b"%d " % self._count + data)  # type: ignore[arg-type]
+            for each, part in reversed(list(zip(names, parts, strict=True))):
+                self._store.set(each, part)  # type: ignore[arg-type]
         if not name.startswith((_PHASE, _DONE, _FAILED)):
-            self._own.append(name)
+            self._own += names
 
     def _get(self, name: str) -> bytes:
-        return self._raw(name).partition(b" ")[2]
+        _, count, data = self._first_part(name).split(b" ", 2)
+        with _answering():
+            return data + b"".join(bytes(self._store.get(f"{name}/{number}")) for number in range(1, int(count)))
 
-    def _raw(self, name: str) -> bytes:
+    def _first_part(self, name: str) -> bytes:
         if not self._present([name]):
             raise FileNotFoundError(name)
         with _answering():
@@ -281,7 +289,7 @@ class StoreBoard(StatusBoard):
 
     def _silence(self, rank: int, now: float) -> float:
         try:
-            post = self._raw(f"{_PHASE}.{rank}")
+            post = self._first_part(f"{_PHASE}.{rank}")
         except FileNotFoundError:
             return math.inf
         if self._heard.get(rank, (b"",))[0] != post:

@@ -131,20 +131,20 @@ def prepare_output_folder(folder: Path, host: HostGroup, *, shared: bool = True)
         return kind(advised if advised != reason else f"{reason}; choose another folder")
 
     on_rank_0(host, create, explain)
+    if not shared and host.rank != 0:
+        with contextlib.suppress(OSError):  # else claiming it tells all ranks
+            files.make_folder(folder)
     try:
-        seen = host.all_gather(files.appears(folder / token, None if shared else files.SOON))
+        seen = host.all_gather(files.appears(folder / token) if shared else True)
     finally:
         if host.rank == 0:
             files.remove_file(folder / token)
     blind = [rank for rank, sees in enumerate(seen) if not sees]
-    if blind and shared:
+    if blind:
         raise LaunchError(
             f"output_dir: rank {', '.join(map(str, blind))} does not see what rank 0 writes to {folder}; "
             "output_dir has to be one folder that all ranks share, unless the run has a bucket (mirror_to)"
         )
-    if host.rank in blind:
-        with contextlib.suppress(OSError):  # else claiming it tells all ranks
-            files.make_folder(folder)
 
 
 def _check_records(folder: Path) -> None:
