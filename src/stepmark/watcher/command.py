@@ -16,6 +16,7 @@ from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.errors import CheckpointNotFound
 from stepmark.evaluation.run_options import RunOptions
+from stepmark.filesystem.cache_folder import fetched_root, with_addresses
 from stepmark.filesystem.json_files import finite
 from stepmark.filesystem.printable import printable
 from stepmark.liveness.gc_pause import quick_imports
@@ -179,7 +180,9 @@ def _table_of_run(run: Path, lines: Lines, best: int | None) -> str:
     evaluated = [line for line in lines if line["status"] == EVALUATED]
     failed = sum(line["status"] == FAILED for line in lines)
     skipped = len(lines) - len(evaluated) - failed
-    last = f"{len(evaluated)} evaluated, {skipped} skipped, {failed} failed; see {run / TABLE}"
+    last = f"{len(evaluated)} evaluated, {skipped} skipped, {failed} failed"
+    if not with_addresses(str(run)).startswith(str(fetched_root())):  # else it goes with what was downloaded
+        last += f"; see {run / TABLE}"
     if not evaluated:
         return last
     names = _metrics(evaluated)
