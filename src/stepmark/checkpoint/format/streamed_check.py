@@ -8,7 +8,6 @@ from typing import Any
 
 import xxhash
 
-from stepmark.checkpoint.format.checksums import block_checksum
 from stepmark.checkpoint.format.integrity import checked_header
 from stepmark.checkpoint.format.manifest import FileEntry, Manifest
 from stepmark.errors import CheckpointDamaged
@@ -17,25 +16,31 @@ from stepmark.errors import CheckpointDamaged
 def checked(blocks: Iterable[Any], manifest: Manifest, entry: FileEntry, where: str) -> Iterator[memoryview]:
     """The blocks of a file, buffers of any size. Raises CheckpointDamaged, which begins with `where`, as soon as they
     do not match the manifest: in place of the file's end at the latest."""
-    seen, whole, pending = 0, xxhash.xxh3_128(), bytearray()
-    # What comes next in a tensor file: the header, then each checksum block; its bytes, tensor and checksum.
-    expected = deque([] if entry.header is None else [(entry.header, "", "")])
+    seen, whole, start = 0, xxhash.xxh3_128(), bytearray()
+    # Of a tensor file, the checksum blocks after the header: bytes that are still to come, tensor, checksum.
+    ahead: deque[tuple[int, str, str]] = deque()
+    running = xxhash.xxh3_64()
     for block in blocks:
         view = memoryview(block).cast("B")
-        seen += len(view)
+        seen, rest = seen + len(view), view
         if entry.header is None:
             whole.update(view)
-        elif expected:
-            pending += view
-        while expected and len(pending) >= expected[0][0]:
-            length, tensor, digest = expected.popleft()
-            data = bytes(pending[:length])
-            del pending[:length]
-            if not digest:
-                header = checked_header(data, manifest, entry, where)
-                expected += [(end - begin, name, checksum) for begin, end, name, checksum in header.blocks()]
-            elif block_checksum(data) != digest:
+        elif len(start) < entry.header:
+            rest = view[entry.header - len(start) :]
+            start += view[: entry.header - len(start)]
+            if len(start) == entry.header:
+                header = checked_header(bytes(start), manifest, entry, where)
+                ahead += [(end - begin, name, checksum) for begin, end, name, checksum in header.blocks()]
+        while ahead and rest:
+            length, tensor, digest = ahead.popleft()
+            running.update(rest[:length])  # without a copy
+            if len(rest) < length:
+                ahead.appendleft((length - len(rest), tensor, digest))
+            elif running.hexdigest() != digest:
                 raise CheckpointDamaged(f"{where}, tensor {tensor}: its bytes do not match their checksum")
+            else:
+                running.reset()
+            rest = rest[length:]
         yield view
     if seen != entry.size:
         raise CheckpointDamaged(f"{where} has {seen} bytes instead of {entry.size}")
