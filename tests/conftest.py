@@ -114,10 +114,24 @@ def native_ranks() -> Iterator[Ranks]:
         yield started
 
 
+_PROXIES: list[Any] = []
+
+
 @pytest.fixture(scope="module")
 def proxy() -> Iterator[Any]:
     """A real object store on this machine, behind a proxy that fails requests: tests/support/buckets.py."""
     from tests.support.buckets import object_store  # which imports moto
 
     with object_store() as found:
+        _PROXIES.append(found)
         yield found
+        _PROXIES.remove(found)
+
+
+@pytest.fixture(autouse=True)
+def no_fault_is_left() -> Iterator[None]:
+    """Whatever the order of tests."""
+    yield
+    for found in _PROXIES:
+        found.fault = lambda *_: None
+        found.requests.clear()

@@ -23,7 +23,6 @@ ELSEWHERE = ["another boot", 1, 1, "1"]
 
 @pytest.fixture
 def bucket(proxy: Proxy) -> Bucket:
-    proxy.fault = lambda *_: None
     return Bucket(f"{make_bucket(proxy)}/run")
 
 

@@ -36,7 +36,6 @@ from tests.support.ranks import Ranks
 
 @pytest.fixture
 def bucket(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    proxy.fault = lambda *_: None
     monkeypatch.setattr(mirror, "RETRY", 0.02)
     monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "first"))
     return Bucket(f"{make_bucket(proxy)}/team/run")

@@ -31,7 +31,6 @@ from tests.support.run_folders import saved_steps
 
 @pytest.fixture
 def bucket(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    proxy.fault = lambda *_: None
     monkeypatch.setattr(module, "POLL", 0.02)
     monkeypatch.setattr(module, "RETRY", 0.02)
     return Bucket(f"{make_bucket(proxy)}/run")

@@ -28,12 +28,6 @@ from tests.support.run_folders import saved_steps
 KINDS = ["folder", "bucket"]
 
 
-@pytest.fixture(autouse=True)
-def no_fault(proxy: Proxy) -> None:
-    proxy.fault = lambda *_: None
-    proxy.requests.clear()
-
-
 def add_note(folder: Path) -> None:
     (folder / "notes.txt").write_text("note")
 

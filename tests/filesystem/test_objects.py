@@ -18,7 +18,6 @@ BLOCK = b"x" * (PART // 2 + 3)
 
 @pytest.fixture
 def bucket(proxy: Proxy) -> Bucket:
-    proxy.fault = lambda *_: None
     return Bucket(f"{make_bucket(proxy)}/team/run/")
 
 

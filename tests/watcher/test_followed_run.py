@@ -38,7 +38,6 @@ def bucket(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(module, "POLL", 0.02)
     monkeypatch.setattr(module, "PUSH", 0.0)
     yield Bucket(f"{make_bucket(proxy)}/team/run")
-    proxy.fault = lambda *_: None
     while MADE:
         MADE.pop().release()
 
