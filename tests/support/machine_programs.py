@@ -27,7 +27,8 @@ _NEW_MOUNTS, _BIND, _PRIVATE_BELOW = 0x20000, 0x1000, 0x44000
 
 def be_on(machine: int, folder: Path) -> None:
     """From now on, this process has the folder `machine-<machine>` beside `folder` under the name of `folder`."""
-    files.SOON = checkpointer_module.SOON = 0.5  # on a real network file system, a name may take longer to appear
+    # On a real network file system, a name may take longer to appear.
+    files.PATIENCE = files.SOON = checkpointer_module.SOON = 0.5
     libc = ctypes.CDLL(None, use_errno=True)
     own = folder.with_name(f"machine-{machine}")
     for each in (own, folder):

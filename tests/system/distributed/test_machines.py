@@ -185,6 +185,13 @@ def test_a_folder_that_cannot_be_claimed_on_one_machine_is_free_afterwards(clust
     assert all("rank 1: checkpoints cannot be written to " in log for log in failed.logs)
 
 
+def test_without_a_bucket_the_ranks_that_have_another_folder_are_named(cluster: Cluster) -> None:
+    for program, *given in ((machine_programs.save, 1), (machine_programs.dcp_step,)):
+        failed = cluster.run(program, [0, 1, 1], str(cluster.here / "run"), *given)
+        assert failed.codes == [1, 1, 1]
+        assert all("rank 1, 2 does not see what rank 0 writes to " in log for log in failed.logs)
+
+
 def test_a_run_goes_back_to_a_checkpoint_that_one_machine_has(cluster: Cluster) -> None:
     train, run = machine_programs.train, cluster.here / "run"
     options = {"output_dir": str(run), "mirror_to": cluster.address, "zero_1": True, "max_steps": 4}

@@ -42,7 +42,8 @@ class RunOwnership:
         """Rank 0 claims the folder for all ranks; collective. With `patience`, ranks that do not see it within so many
         seconds have others under its path, and one of them claims each.
 
-        Raises CheckpointBusy if another live run owns it, and CheckpointError if it cannot be written to.
+        Raises CheckpointBusy if another live run owns it, and CheckpointError if it cannot be written to, or if ranks
+        do not see it without `patience`.
         """
         own: FolderClaim | None = None
 
@@ -56,9 +57,15 @@ class RunOwnership:
         rank, what = meeting.rank, f"claiming {folder}"
         folders, name = [0] * meeting.size, identity
         try:
-            sees = patience is None or own is not None or files.appears(folder / COORDINATION / identity, patience)
+            sees = own is not None or files.appears(folder / COORDINATION / identity, patience)
             places = meeting.all_gather([boot_id(), sees], what)
-            if not all(seen for _, seen in places):
+            blind = [str(other) for other, (_, seen) in enumerate(places) if not seen]
+            if blind and patience is None:
+                raise CheckpointError(
+                    f"rank {', '.join(blind)} does not see what rank 0 writes to {folder}; without a bucket, ranks "
+                    "have to share a folder: name one that they do, or an address such as s3://my-bucket/run"
+                )
+            if blind:
                 folders = _folders(folder, identity, meeting)
                 claims = meeting.all_gather(_attempt(lambda: claim() if 0 < folders[rank] == rank else identity), what)
                 _raise_first(claims)
