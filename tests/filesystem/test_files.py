@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,13 @@ def test_only_regular_files_are_read_or_appended_to(tmp_path: Path, make: Callab
         with pytest.raises(FileRefused, match=r"a\.json is a link that is not followed, or no regular file; remove it"):
             refused(path)
     assert own.read_text() == "mine"
+
+
+def test_a_link_to_nothing_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    monkeypatch.setattr(time, "sleep", pytest.fail)
+    with pytest.raises(FileNotFoundError):
+        files.make_folder(tmp_path / "link")
 
 
 def test_what_a_link_leads_to_is_neither_emptied_nor_replaced(tmp_path: Path) -> None:

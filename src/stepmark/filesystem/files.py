@@ -107,7 +107,8 @@ def make_folder(path: Path, *, parents: bool = True) -> None:
         make_folder(path.parent)
         make_folder(path, parents=False)  # in /proc there is never one
     except FileExistsError:
-        if not when_visible(lambda: stat.S_ISDIR(os.stat(path).st_mode), path):
+        # Of a link, the name is visible: what it names is there or not.
+        if not when_visible(lambda: stat.S_ISDIR(os.stat(path).st_mode), path, 0.0 if path.is_symlink() else PATIENCE):
             raise
     except OSError:
         if not path.is_dir():
