@@ -4,8 +4,9 @@
 
 The store is in the memory of this process and answers at once, so what is measured is all that Stepmark adds: reading,
 checksums, requests. The client (obstore) uploads the same files from their paths, and downloads them to new files, as
-many at a time. Both read from the page cache, and write without a sync. With --moto, the same against moto's server,
-where the server is what is measured.
+many at a time. Both read from the page cache, and write without a sync, nor is the page cache told to drop what was
+restored, which would write it; with --sync, both sync each file, and what the disk takes is measured too. With --moto,
+the same against moto's server, where the server is what is measured.
 
 "Beside training" is the speed of a loop of matrix products on one thread while the checkpoint is uploaded over and over
 on the other cores, divided by its speed without; a run that saves once a minute has that loss for so long a part of the
@@ -88,10 +89,20 @@ def client_down(bucket: Bucket, folder: Path) -> None:
         with open(path, "wb", buffering=0) as out:
             for block in obstore.get(bucket._store, f"plain/{name}").stream(min_chunk_size=PART):
                 out.write(block)
+            files.sync(out.fileno())
 
     names = [each["path"].removeprefix("plain/") for some in obstore.list(bucket._store, "plain") for each in some]
     with ThreadPoolExecutor(FILES) as pool:
         list(pool.map(get, names))
+
+
+def take_memory(path: Path, size: int) -> None:
+    """Has the page cache hold so much, and frees it: a virtual machine gets free memory back from its host only slowly,
+    whoever is the first to use it."""
+    with open(path, "wb", buffering=0) as out:
+        for _ in range(0, size, PART):
+            out.write(bytes(PART))
+    path.unlink()
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -144,7 +155,10 @@ def measure(options: argparse.Namespace, kind: str, root: Path, size: int) -> li
     """The table's lines of one kind of store."""
     run, place = root / "run", FolderPlace(root / "run")
     times: dict[str, list[float]] = {}
-    with store(kind) as bucket, mock.patch.object(files, "sync", return_value=None):
+    with store(kind) as bucket, contextlib.ExitStack() as stack:
+        if not options.sync:
+            stack.enter_context(mock.patch.object(files, "sync"))
+            stack.enter_context(mock.patch.object(os, "posix_fadvise"))
         there = BucketPlace(bucket)
         with there.owning():
 
@@ -164,11 +178,16 @@ def measure(options: argparse.Namespace, kind: str, root: Path, size: int) -> li
             }
             for _ in range(options.rounds + 1):  # the first warms up
                 for name, work in turns.items():
+                    take_memory(root / "taken", size)
                     times.setdefault(name, []).append(timed(work))
                     for each in ("down", "plain"):
                         shutil.rmtree(root / each, ignore_errors=True)
         model = model_of(options.gigabytes)
         for _ in range(options.rounds + 1):
+            take_memory(root / "taken", size)
+            times.setdefault("client down again", []).append(timed(turns["client down"]))
+            shutil.rmtree(root / "plain")
+            take_memory(root / "taken", size)
             times.setdefault("restore", []).append(timed(lambda: restore(bucket, model)))
             shutil.rmtree(root / "cache")
         stalls = [
@@ -182,7 +201,7 @@ def measure(options: argparse.Namespace, kind: str, root: Path, size: int) -> li
     for way in ("up", "down"):
         ratios = [c / o for c, o in zip(times[f"client {way}"][1:], times[f"ours {way}"][1:], strict=True)]
         lines.append(f"- speed of {way}load beside the client: {statistics.median(ratios):.2f}")
-    ratios = [r / c for c, r in zip(times["client down"][1:], times["restore"][1:], strict=True)]
+    ratios = [r / c for c, r in zip(times["client down again"][1:], times["restore"][1:], strict=True)]
     lines.append(f"- time of a restore on an empty disk beside the client's download: {statistics.median(ratios):.2f}")
     lines.append(f"- stall of a save to a folder beside one to the bucket: {statistics.median(stalls):.2f}")
     if pairs:
@@ -196,6 +215,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--moto", action="store_true")
+    parser.add_argument("--sync", action="store_true")
     parser.add_argument("--save", action="store_true", help="append the numbers to those in results/")
     options = parser.parse_args()
     torch.set_num_threads(1)
