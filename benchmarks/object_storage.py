@@ -101,7 +101,7 @@ def take_memory(path: Path, size: int) -> None:
     """Has the page cache hold so much, and frees it: a virtual machine gets free memory back from its host only slowly,
     whoever is the first to use it."""
     with open(path, "wb", buffering=0) as out:
-        for _ in range(0, size, PART):
+        for _ in range(0, size, PART):  # more than what the turns before have freed
             out.write(bytes(PART))
     path.unlink()
 
@@ -182,16 +182,16 @@ def measure(options: argparse.Namespace, kind: str, root: Path, size: int) -> li
             }
             for _ in range(options.rounds + 1):  # the first warms up
                 for name, work in turns.items():
-                    take_memory(root / "taken", size)
+                    take_memory(root / "taken", 3 * size)
                     times.setdefault(name, []).append(timed(work))
                     for each in ("down", "plain"):
                         shutil.rmtree(root / each, ignore_errors=True)
         model = model_of(options.gigabytes)
         for _ in range(options.rounds + 1):
-            take_memory(root / "taken", size)
+            take_memory(root / "taken", 3 * size)
             times.setdefault("client down again", []).append(timed(turns["client down"]))
             shutil.rmtree(root / "plain")
-            take_memory(root / "taken", size)
+            take_memory(root / "taken", 3 * size)
             times.setdefault("restore", []).append(timed(lambda: restore(bucket, model)))
             shutil.rmtree(root / "cache")
         stalls = [
