@@ -136,10 +136,12 @@ done = int(saved.read_text()) if saved.exists() else 0
 while done < 3:
     note("step")
     done += 1
+    waits = not kills.exists() or kills.stat().st_size < 2
+    if waits:
+        with open(kills, "a") as one:
+            one.write("x")
     with open(saved if sys.argv[1] == "in place" else base / "checkpoint.new", "w") as file:
-        if not kills.exists() or kills.stat().st_size < 2:
-            with open(kills, "a") as one:
-                one.write("x")
+        if waits:
             time.sleep(60)
         file.write(str(done))
     if sys.argv[1] != "in place":
