@@ -231,7 +231,7 @@ def test_runs_that_are_killed_over_and_over(cluster: Cluster, record_property: C
     """At random, both ranks or one, while parts of checkpoints are uploaded; half of the times a machine is lost with
     its folder, or the two are exchanged."""
     chance, train, killed = random.Random(7), machine_programs.train, Counter[str]()
-    options = {"zero_1": True, "save_steps": 2, "save_total_limit": 2, "max_steps": 60, "eval_strategy": "steps"}
+    options = {"zero_1": True, "save_steps": 2, "save_total_limit": 2, "max_steps": 120, "eval_strategy": "steps"}
     options |= {"eval_steps": 20, "resume_from_checkpoint": True, "save_timeout": 30}
     none = [None, None]
     for run in range(2):
@@ -240,7 +240,7 @@ def test_runs_that_are_killed_over_and_over(cluster: Cluster, record_property: C
         there = {**options, "output_dir": f"{cluster.address}-{run}", "seed": run}
         machines = [100 * run, 100 * run + 1]
         for attempt in range(10):
-            victim, seconds = chance.choice(["rank 0", "rank 1", "both ranks"]), chance.uniform(0, 4)
+            victim, seconds = chance.choice(["rank 0", "rank 1", "both ranks"]), chance.uniform(0, 1.5)
             later = [seconds if victim in (f"rank {rank}", "both ranks") else None for rank in range(2)]
             codes = cluster.run(train, machines, there, None, later).codes
             if codes == [0, 0]:
